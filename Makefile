@@ -1,0 +1,51 @@
+# One thread per process and a fixed hash seed make numbers and timings comparable between machines and runs;
+# offline mode makes a test that would download a model fail at once.
+export OMP_NUM_THREADS := 1
+export OMP_WAIT_POLICY := passive
+export HF_HUB_OFFLINE := 1
+export PYTHONHASHSEED := 0
+unexport PYTHONDONTWRITEBYTECODE
+
+# Not $(shell ...): that would ignore a failure of .ci/env.
+RUN = py="$$(.ci/env)" && "$$py" -m
+
+.DEFAULT_GOAL := help
+.PHONY: help env test slow lint format wheel constraints clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+env:  ## build the environment if need be and print its Python
+	@.ci/env
+
+# pytest comes last, so that its summary is the last line.
+test: lint  ## lint, then the fast tests; ARGS="..." goes to pytest
+	$(RUN) pytest -n 2 $(ARGS)
+
+slow:  ## the slow tests; ARGS="..." goes to pytest
+	$(RUN) pytest -m slow $(ARGS)
+
+lint:  ## style, format and types, changing nothing
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy fxaudit
+
+format:  ## apply the formatter and the safe fixes
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+wheel:  ## build the wheel into dist/
+	$(RUN) build --wheel --no-isolation
+
+constraints:  ## resolve all dependencies anew into .ci/constraints.txt
+	@set -eu; \
+	tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
+	$${PYTHON:-python3} -m venv "$$tmp/env"; \
+	"$$tmp/env/bin/python" -m pip install '.[vision,data,test,bench]'; \
+	"$$tmp/env/bin/python" -c 'import platform as p; print(f"# Exact versions, resolved on {p.system()} {p.machine()} with {p.python_implementation()} {p.python_version()}.\n# Refresh with: make constraints")' > "$$tmp/pins"; \
+	"$$tmp/env/bin/python" -m pip freeze --all --exclude pip --exclude fxaudit >> "$$tmp/pins"; \
+	cp "$$tmp/pins" .ci/constraints.txt
+
+clean:  ## remove what builds, tests and checks leave behind
+	rm -rf build dist demo-report *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
