@@ -1,0 +1,412 @@
+"""What the user names becomes a `Subject`: a module with example inputs.
+
+Files are hostile until the user says otherwise. Nothing here unpickles: the only code that runs is a Python file or
+package that the user named.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pickletools
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxaudit.errors import LoadError, nearest
+from fxaudit.model.inputs import Arguments, as_arguments, with_batch_of_two
+
+FORMS = (
+    "torchvision:NAME, timm:NAME, path/to/file.py:function or package.module:function"
+    " (a function that returns a module, or a module and its example inputs)"
+)
+_ZOOS = ("torchvision", "timm")
+_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model under audit.
+
+    `arguments` are the example inputs (positional, keyword); their first axis is the input axis where they share one.
+    """
+
+    source: str
+    module: nn.Module
+    arguments: Arguments
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+
+def load(
+    model: str, *, weights: str | Path | None = None, random_init: bool = False, seed: int = 0, inputs: Any = None
+) -> Subject:
+    """The subject that `model` names; see `FORMS`.
+
+    Args:
+        weights: a safetensors file with a state dict that replaces the weights of the module.
+        random_init: build a zoo model without its pretrained weights (no download).
+        seed: seeds the construction of the module and random example inputs.
+        inputs: example inputs (a tensor, tuple or dict) that replace the model's own.
+
+    Raises:
+        LoadError: with what the name was taken for, and what would work.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module, own = _build(model, pretrained=not random_init and weights is None)
+        if weights is not None:
+            load_weights(module, Path(weights))
+        if inputs is None:
+            inputs = own() if callable(own) else own
+        return subject(module, inputs, source=model, seed=seed)
+
+
+def subject(module: nn.Module, inputs: Any, *, source: str = "", seed: int = 0) -> Subject:
+    """The subject of a module that the caller holds, with example inputs (a tensor, tuple or dict).
+
+    An example of one input is joined by a second one, made from it: a traced axis of size 1 would be a constant.
+    """
+    if inputs is None:
+        raise LoadError(
+            f"{source or type(module).__name__} came without example inputs",
+            expected="inputs to trace the model with",
+            found="a module alone",
+            remedy="return (module, inputs) from the function, inputs being a tensor, tuple or dict",
+        )
+    arguments = with_batch_of_two(as_arguments(inputs), seed)
+    return Subject(source or f"{type(module).__module__}.{type(module).__qualname__}", module, arguments)
+
+
+def _build(model: str, *, pretrained: bool) -> tuple[nn.Module, Any]:
+    scheme, _, name = model.partition(":")
+    if scheme in _ZOOS and name:
+        return _ZOO_BUILDERS[scheme](name, pretrained)
+    path = Path(model)
+    if path.suffix in (*_PICKLES, ".pt2"):
+        raise _refused_file(path)
+    if scheme and name:
+        return _call(model, _function(model))
+    if path.is_dir():
+        raise LoadError(
+            f"{model} is a directory",
+            expected=FORMS,
+            found="a directory" + (" with a config.json" if (path / "config.json").exists() else ""),
+            remedy="write a function that returns (AutoModel.from_pretrained(directory), inputs) and name it as"
+            " file.py:function",
+        )
+    if path.suffix == ".py" and path.exists():
+        raise LoadError(
+            f"{model} names a file but no function in it",
+            expected="file.py:function",
+            found=model,
+            remedy=f"name the function that returns the model: {model}:build",
+        )
+    exists = path.exists()
+    raise LoadError(
+        f"{model} is not a model that fxaudit can load" if exists else f"{model} does not exist",
+        expected=FORMS,
+        found=f"a file ending in {path.suffix or 'nothing'}" if exists else "no such file",
+        remedy="check the spelling and the working directory"
+        if not exists
+        else "name a function that builds the model",
+    )
+
+
+# --- callables ------------------------------------------------------------------------------------------------------
+
+
+def _function(model: str) -> Callable[[], Any]:
+    place, _, name = model.rpartition(":")
+    module = _python_file(Path(place)) if place.endswith(".py") else _python_package(place, model)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            raise LoadError(
+                f"{place} has no `{name}`{nearest(name, functions)}",
+                where=place,
+                expected="a function that returns a module, or a module and its example inputs",
+                found=f"callables {', '.join(functions[:12]) or 'none'}",
+                remedy="name one of them",
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise LoadError(
+            f"`{name}` in {place} is not callable",
+            where=place,
+            expected="a function that returns a module, or a module and its example inputs",
+            found=f"a {type(found).__name__}",
+            remedy=f"wrap it: def build(): return {name}",
+        )
+    return found
+
+
+def _python_file(path: Path) -> ModuleType:
+    if not path.exists():
+        raise LoadError(
+            f"{path} does not exist",
+            expected="a Python file",
+            found="no such file",
+            remedy="check the spelling and the working directory",
+        )
+    name = f"fxaudit_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise LoadError(f"{path} cannot be imported", expected="a Python file", found=path.suffix, remedy="")
+    module = importlib.util.module_from_spec(spec)
+    # Registered, so that dataclasses and pickles inside the file find their module; beside its own imports on the path.
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _failed(f"importing {path} failed", error) from error
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    return module
+
+
+def _python_package(place: str, model: str) -> ModuleType:
+    if "/" in place or "\\" in place:
+        raise LoadError(
+            f"{model} is not a model that fxaudit can load",
+            expected=FORMS,
+            found=f"`{place}`, which is neither a .py file nor an importable package",
+            remedy="write file.py:function, with the ending",
+        )
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (place == error.name or place.startswith(error.name + ".")):
+            raise LoadError(
+                f"there is no package `{place}`{nearest(place, _ZOOS)}",
+                expected=FORMS,
+                found=model,
+                remedy="install the package, or name a file as path/to/file.py:function",
+            ) from error
+        raise _failed(f"importing {place} failed", error) from error
+    except Exception as error:
+        raise _failed(f"importing {place} failed", error) from error
+
+
+def _call(model: str, function: Callable[[], Any]) -> tuple[nn.Module, Any]:
+    try:
+        made = function()
+    except Exception as error:
+        raise _failed(f"{model} raised {type(error).__name__}", error) from error
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        raise LoadError(
+            f"{model} did not return a model",
+            expected="a torch.nn.Module, or (module, inputs)",
+            found=f"{type(made).__module__}.{type(made).__name__}",
+            remedy="return the module itself, with its weights loaded",
+        )
+    return module, inputs
+
+
+def _failed(what: str, error: Exception) -> LoadError:
+    """An error in the user's own code, with the line it was raised at."""
+    import traceback
+
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return LoadError(
+        what,
+        where=f"{frame.filename}:{frame.lineno}   {frame.line}",
+        found=f"{type(error).__name__}: {error}",
+        remedy="run the function in Python by itself; it must return without an error",
+    )
+
+
+# --- model zoos -----------------------------------------------------------------------------------------------------
+
+
+def _torchvision(name: str, pretrained: bool) -> tuple[nn.Module, Any]:
+    models = _import_zoo("torchvision.models", "torchvision")
+    known = models.list_models()
+    if name not in known:
+        raise _unknown_zoo_model("torchvision", name, known)
+    weights = models.get_model_weights(name).DEFAULT
+    preset = weights.transforms()
+    size = preset.crop_size[0] if hasattr(preset, "crop_size") else 224
+    module = _pretrained_or_error(
+        "torchvision", name, lambda: models.get_model(name, weights=weights if pretrained else None)
+    )
+    return module, lambda: torch.randn(2, 3, size, size)
+
+
+def _timm(name: str, pretrained: bool) -> tuple[nn.Module, Any]:
+    timm = _import_zoo("timm", "timm")
+    if not timm.is_model(name.partition(".")[0]):
+        raise _unknown_zoo_model("timm", name, timm.list_models())
+    module = _pretrained_or_error("timm", name, lambda: timm.create_model(name, pretrained=pretrained))
+    config: Any = module.pretrained_cfg
+    return module, lambda: torch.randn(2, *config.get("input_size", (3, 224, 224)))
+
+
+_ZOO_BUILDERS: dict[str, Callable[[str, bool], tuple[nn.Module, Any]]] = {"torchvision": _torchvision, "timm": _timm}
+
+
+def _import_zoo(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise LoadError(
+            f"{package} is not installed",
+            expected=f"the package {package} for {package}:NAME",
+            found=str(error),
+            remedy="pip install 'fxaudit[vision]'",
+        ) from error
+
+
+def _unknown_zoo_model(zoo: str, name: str, known: list[str]) -> LoadError:
+    return LoadError(
+        f"{zoo} has no model `{name}`{nearest(name, known)}",
+        expected=f"one of the {len(known)} models of {zoo}",
+        found=name,
+        remedy=f"see {'torchvision.models.list_models()' if zoo == 'torchvision' else 'timm.list_models()'}",
+    )
+
+
+def _pretrained_or_error(zoo: str, name: str, build: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        return build()
+    except Exception as error:
+        raise LoadError(
+            f"{zoo} could not build {name}",
+            expected="a model with its pretrained weights, which are downloaded once",
+            found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            remedy="--random-init for the architecture alone, or --weights FILE.safetensors for your own weights",
+        ) from error
+
+
+# --- weights and refused files --------------------------------------------------------------------------------------
+
+
+def load_weights(module: nn.Module, path: Path) -> None:
+    """Load a safetensors state dict into `module`, every name and shape checked.
+
+    Raises:
+        LoadError: no such file, not safetensors, or names and shapes that do not fit.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.exists():
+        raise LoadError(
+            f"{path} does not exist", expected="a safetensors file", found="no such file", remedy="check --weights"
+        )
+    try:
+        state = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise LoadError(
+            f"{path} is not a safetensors file",
+            expected="a state dict in safetensors form",
+            found=describe_file(path),
+            remedy="convert it once:\n"
+            "safetensors.torch.save_file(torch.load(path, weights_only=True), 'weights.safetensors')",
+        ) from error
+    try:
+        missing, unexpected = module.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise LoadError(
+            f"the weights in {path} do not fit the model",
+            expected="the shapes of the model's own parameters",
+            found="\n".join(str(error).splitlines()[1:4]).strip(),
+            remedy="build the model with the configuration that the weights were saved from",
+        ) from error
+    # A tied weight is saved once; its other names are missing without being absent.
+    own = {id(t): n for n, t in [*module.named_parameters(), *module.named_buffers()]}
+    tensors = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+    missing = [name for name in missing if own.get(id(tensors[name])) not in state or own[id(tensors[name])] == name]
+    if missing or unexpected:
+        raise LoadError(
+            f"the weights in {path} do not fit the model",
+            expected=f"{len(tensors)} tensors named as in the model's state dict",
+            found=f"missing {_few(missing)}; unexpected {_few(unexpected)}",
+            remedy="build the model with the configuration that the weights were saved from",
+        )
+
+
+def _few(names: list[str]) -> str:
+    return f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}" if names else "none"
+
+
+def _refused_file(path: Path) -> LoadError:
+    if not path.exists():
+        return LoadError(
+            f"{path} does not exist",
+            expected=FORMS,
+            found="no such file",
+            remedy="check the spelling and the working directory",
+        )
+    return LoadError(
+        f"{path} is refused: loading it could run code that it carries",
+        where=str(path),
+        expected=FORMS,
+        found=describe_file(path),
+        remedy="name the function that builds the model, and give the weights as safetensors:\n"
+        "fxaudit trace file.py:function --weights weights.safetensors",
+    )
+
+
+def describe_file(path: Path) -> str:
+    """What a weight file is, told from its content without unpickling it."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+        if not head:
+            return "an empty file"
+        if zipfile.is_zipfile(path):
+            return _describe_archive(path)
+        if head[:1] == b"\x80":
+            return f"a bare pickle; {_describe_pickle(path.read_bytes()[:1_000_000])}"
+        return "neither a torch archive nor a pickle"
+    except (OSError, zipfile.BadZipFile) as error:
+        return f"an unreadable file ({error})"
+
+
+def _describe_archive(path: Path) -> str:
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        tops = {name.split("/", 1)[-1] for name in names}
+        if "archive_format" in tops or any(name.endswith("models/model.json") for name in names):
+            return "a torch.export archive (.pt2)"
+        if any(name.startswith("code/") for name in tops):
+            return "a TorchScript archive"
+        pickles = [name for name in names if name.endswith("/data.pkl") or name == "data.pkl"]
+        if not pickles:
+            return "a zip archive that torch did not write"
+        with archive.open(pickles[0]) as file:
+            return _describe_pickle(file.read(1_000_000))
+
+
+def _describe_pickle(data: bytes) -> str:
+    """What a pickle would build, read off its opcodes; nothing is imported or called."""
+    found: list[str] = []
+    strings: list[str] = []
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name == "GLOBAL":
+                found.append(str(argument).replace(" ", "."))
+            elif opcode.name == "STACK_GLOBAL" and len(strings) >= 2:
+                found.append(f"{strings[-2]}.{strings[-1]}")
+            elif isinstance(argument, str):
+                strings.append(argument)
+    except Exception:  # a truncated or hostile pickle: what was read so far is all there is to say
+        pass
+    harmless = ("collections.OrderedDict", "torch._utils._rebuild_", "torch.storage.", "torch.FloatStorage")
+    named = [g for g in dict.fromkeys(found) if not g.startswith(harmless) and not g.endswith("Storage")]
+    if not named:
+        return "a pickled state dict (tensors only)"
+    return f"a pickle that would call {', '.join(named[:5])}{' and more' if len(named) > 5 else ''}"

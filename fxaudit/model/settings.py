@@ -1,0 +1,104 @@
+"""Settings under which a model is traced, run and compared: chosen here, recorded, undone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def traceable(module: nn.Module) -> Iterator[dict[str, str]]:
+    """A module in the state in which it is traced and used as the reference; yields the settings that differ from its
+    own.
+
+    Eval mode; for transformers models no cache in the outputs and experts as batched matrix products, since the eager
+    loop over the experts that were hit branches on data. On leaving, every flag is what it was.
+    """
+    training = [(m, m.training) for m in module.modules()]
+    applied: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        stack.callback(_restore_modes, training)
+        if any(flag for _, flag in training):
+            applied["mode"] = "eval"
+        module.eval()
+        for config in _configs(module):
+            if getattr(config, "use_cache", False):
+                _set(stack, config, "use_cache", False)
+                applied["use_cache"] = "False"
+        for model in _pretrained_models(module):
+            if not model._can_set_experts_implementation():
+                continue
+            name = "_experts_implementation_internal"
+            if getattr(model.config, name, None) != "batched_mm":
+                _set(stack, model.config, name, "batched_mm")
+                applied["experts_implementation"] = "batched_mm"
+        yield applied
+
+
+def _restore_modes(training: list[tuple[nn.Module, bool]]) -> None:
+    for module, flag in training:
+        module.training = flag
+
+
+def _set(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def _pretrained_models(module: nn.Module) -> list[Any]:
+    # By method, not by class: a transformers model is recognised without importing transformers.
+    return [m for m in module.modules() if hasattr(m, "_can_set_experts_implementation") and hasattr(m, "config")]
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    found = {id(m.config): m.config for m in _pretrained_models(module)}
+    for config in list(found.values()):
+        for value in vars(config).values():
+            if hasattr(value, "use_cache"):
+                found[id(value)] = value
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def exact_numerics() -> Iterator[None]:
+    """Deterministic algorithms, no TF32, no fused attention fast path, no gradients: what bitwise comparisons need.
+
+    An op without a deterministic kernel still runs: a model that differs from itself is found by running it twice.
+    """
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, fast_path = torch.backends.cudnn.benchmark, torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.benchmark = False
+        torch.backends.mha.set_fastpath_enabled(False)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic.*")
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+        torch.backends.cudnn.benchmark = benchmark
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+@contextlib.contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Without torch's own log lines and warnings: what they say reaches the user as an error or a finding."""
+    # torch gives its sub-loggers handlers and levels of their own, so the switch must be the global one.
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

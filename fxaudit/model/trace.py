@@ -1,0 +1,528 @@
+"""A `Subject` becomes a `TracedModel`: one flat graph of functional, undecomposed ATen that computes what eager
+computes.
+
+Front end: `torch.export.export(strict=False)` after one eager call, then `run_decompositions({})`, which makes
+in-place ops functional and leaves `linear`, `conv2d`, `softplus` and `einsum` whole (research: tracing.md). Full
+core-ATen decomposition would destroy what patterns look for.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from fxaudit import ops
+from fxaudit.axes import Size, plain_size
+from fxaudit.errors import DataError, TraceError
+from fxaudit.model.inputs import Arguments, batch_of, cloned, resampled, tensors_of
+from fxaudit.model.load import Subject
+from fxaudit.model.settings import exact_numerics, quiet_torch, traceable
+from fxaudit.provenance import json_digest, state_fingerprint
+
+# An inexact trace is accepted, and said to be inexact, up to this error relative to the largest output.
+INEXACT_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something about a model or its trace that a reader of the numbers must know."""
+
+    kind: str
+    text: str
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How two runs of what should be the same computation differ."""
+
+    inputs: str
+    max_abs_diff: float
+    bitwise: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """How the trace differs from the eager model, over all comparisons."""
+
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def bitwise(self) -> bool:
+        return all(comparison.bitwise for comparison in self.comparisons)
+
+    @property
+    def max_abs_diff(self) -> float:
+        return max(comparison.max_abs_diff for comparison in self.comparisons)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedModel:
+    """A model as one flat graph: placeholders for its input leaves, a tuple of its output leaves.
+
+    `sample` is the size of the input axis: a sympy symbol when any number of inputs may be passed, otherwise the
+    number that the graph was specialised to, or None when the inputs share no first axis. Parameters are the model's
+    own tensors, not copies; buffers that the graph writes to are copies, and `initial_state` holds their values after
+    warm-up.
+    """
+
+    subject: Subject
+    graph_module: GraphModule
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    sample: Size | None
+    settings: dict[str, str]
+    guards: Callable[..., object] | None
+    initial_state: dict[str, Tensor]
+    fidelity: Fidelity
+    findings: tuple[Finding, ...]
+    fingerprint: str
+    seconds: float
+    frontend: str = "torch.export"
+
+    @property
+    def graph(self) -> Graph:
+        return self.graph_module.graph
+
+    @property
+    def sample_count(self) -> int | None:
+        """The number of inputs in the example."""
+        return batch_of(self.subject.arguments)
+
+    @property
+    def is_batch_dynamic(self) -> bool:
+        return self.sample is not None and not isinstance(self.sample, int)
+
+    def graph_digest(self) -> str:
+        """SHA-256 of the graph's structure: ops, edges, arguments and parameter names, free of symbol names."""
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        rows = [
+            [node.op, str(node.target), str(torch.fx.map_arg((node.args, node.kwargs), lambda n: f"%{order[n]}"))]
+            for node in self.graph.nodes
+        ]
+        return json_digest(rows)
+
+    def flatten(self, arguments: Arguments) -> list[Any]:
+        """The input leaves of `arguments`, in the order of the graph's placeholders.
+
+        Raises:
+            DataError: the structure differs from the example inputs', or a guard of the trace does not hold.
+        """
+        args, kwargs = arguments
+        names = (
+            list(self.in_spec.child(1).context)
+            if hasattr(self.in_spec, "child")
+            else list(self.in_spec.children()[1].context)
+        )
+        if set(kwargs) == set(names):
+            kwargs = {name: kwargs[name] for name in names}
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        if spec != self.in_spec:
+            raise DataError(
+                "the inputs have another structure than the inputs that the model was traced with",
+                expected=f"{self.in_spec}",
+                found=f"{spec}",
+                remedy="pass the same arguments, positional ones as positional, keyword ones by keyword",
+            )
+        self._check_guards(leaves)
+        return leaves
+
+    def _check_guards(self, leaves: list[Any]) -> None:
+        for node, leaf in zip(self.placeholders(), leaves, strict=True):
+            expected = ops.sizes(node)
+            if expected is None or not isinstance(leaf, Tensor):
+                continue
+            fixed = [e if isinstance(e, int) else None for e in expected]
+            if len(fixed) != leaf.ndim or any(e is not None and e != s for e, s in zip(fixed, leaf.shape, strict=True)):
+                raise DataError(
+                    f"input `{node.name}` has a shape that the trace does not cover",
+                    expected=f"[{', '.join(map(str, expected))}]",
+                    found=f"[{', '.join(map(str, leaf.shape))}]",
+                    remedy="trace the model with an example of this shape",
+                )
+        if self.guards is not None:
+            try:
+                self.guards(*leaves)
+            except AssertionError as error:
+                raise DataError(
+                    "the inputs break an assumption that the trace was made under",
+                    expected="inputs for which the model takes the traced path",
+                    found=str(error),
+                    remedy="trace the model with an example like these inputs",
+                ) from error
+
+    def unflatten(self, leaves: list[Any] | tuple[Any, ...]) -> Any:
+        """The model's own output structure around output leaves."""
+        return pytree.tree_unflatten(list(leaves), self.out_spec)
+
+    def placeholders(self) -> list[Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+
+def trace(subject: Subject, *, seed: int = 0) -> TracedModel:
+    """The traced form of `subject`, compared with the eager model on two inputs and, where it can be, two batch sizes.
+
+    Raises:
+        TraceError: the model cannot be traced, or the trace computes something else.
+    """
+    started = time.perf_counter()
+    before = state_fingerprint(subject.module)
+    with exact_numerics(), traceable(subject.module) as settings:
+        buffers = {name: buffer.clone() for name, buffer in subject.module.named_buffers()}
+        with quiet_torch():
+            _run_eager(subject, subject.arguments)
+            program, how = _export(subject)
+            program = program.run_decompositions({})
+        traced = _flat(subject, program, settings)
+        fidelity = _fidelity(traced, seed)
+        _restore(subject.module, buffers)
+    findings = [*how, *_graph_findings(traced), *_fidelity_findings(fidelity, traced)]
+    if state_fingerprint(subject.module) != before:
+        findings.append(Finding("mutates-parameters", "a forward call changes the model's own parameters"))
+    return _replace(
+        traced,
+        fidelity=fidelity,
+        findings=tuple(findings),
+        fingerprint=before,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _replace(traced: TracedModel, **changes: Any) -> TracedModel:
+    import dataclasses
+
+    return dataclasses.replace(traced, **changes)
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+def _run_eager(subject: Subject, arguments: Arguments) -> Any:
+    args, kwargs = cloned(arguments)
+    try:
+        return subject.module(*args, **kwargs)
+    except Exception as error:
+        raise TraceError(
+            f"{subject.source} fails on its example inputs before any tracing",
+            where=_user_frame(error),
+            found=f"{type(error).__name__}: {_first_line(error)}",
+            expected="a model that runs on its example inputs",
+            remedy="check the inputs: " + _describe(arguments),
+        ) from error
+
+
+def _export(subject: Subject) -> tuple[ExportedProgram, list[Finding]]:
+    """The exported program with a dynamic input axis, or with fixed sizes where the model allows no other."""
+    args, kwargs = cloned(subject.arguments)
+    batch = batch_of(subject.arguments)
+    failure: Exception | None = None
+    if batch is not None:
+        shapes = pytree.tree_map(
+            lambda leaf: {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.ndim else None, (args, kwargs)
+        )
+        # `dynamic_shapes` follows the signature: positional arguments in order, then keyword arguments by name.
+        names = _parameter_names(subject.module, len(args))
+        by_name = {**dict(zip(names, shapes[0], strict=False)), **shapes[1]} if len(names) == len(args) else None
+        try:
+            dynamic = by_name if by_name is not None else shapes[0]
+            return torch.export.export(subject.module, args, kwargs, dynamic_shapes=dynamic, strict=False), []
+        except Exception as error:
+            failure = error
+    try:
+        args, kwargs = cloned(subject.arguments)
+        program = torch.export.export(subject.module, args, kwargs, strict=False)
+    except Exception as error:
+        raise _untraceable(subject, error) from error
+    text = (
+        "the inputs share no first axis"
+        if failure is None
+        else f"tracing with any batch failed: {_first_line(failure)}"
+    )
+    return program, [Finding("static-batch", f"the graph takes only the traced batch size; {text}")]
+
+
+def _parameter_names(module: nn.Module, count: int) -> list[str]:
+    import inspect
+
+    parameters = inspect.signature(module.forward).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [p.name for p in positional[:count]]
+
+
+_REASONS = {
+    "GuardOnDataDependentSymNode": "Python control flow depends on the value of a tensor",
+    "DynamicOutputShapeException": "an op has an output whose shape depends on the values of its input",
+    "DataDependentOutputException": "a tensor is turned into a Python number",
+    "UnsupportedOperatorException": "an op has no description of its output shapes",
+}
+
+
+def _untraceable(subject: Subject, error: Exception) -> TraceError:
+    kind = next((c.__name__ for c in type(error).__mro__ if c.__name__ in _REASONS), "")
+    reason = _REASONS.get(kind, f"{type(error).__name__}: {_first_line(error)}")
+    return TraceError(
+        f"{subject.source} cannot be traced: {reason}",
+        where=_user_frame(error),
+        expected="a forward pass that is the same sequence of tensor ops for every input",
+        found=_first_line(error),
+        remedy=(
+            "write the branch with torch.where or torch.cond, or name a part of the model that has no such branch"
+            if kind
+            else "run torch.export.export(model, args, strict=False) on the model by itself to see the whole message"
+        ),
+        reason=kind,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _user_frame(error: BaseException) -> str:
+    """The innermost frame outside torch and outside fxaudit: the user's source line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [
+        frame
+        for frame in frames
+        if not any(part in frame.filename.replace("\\", "/") for part in ("/torch/", "/fxaudit/model/", "<"))
+    ]
+    if not outside:
+        return ""
+    return f"{outside[-1].filename}:{outside[-1].lineno}   {outside[-1].line}"
+
+
+def _describe(arguments: Arguments) -> str:
+    return ", ".join(f"{tensor.dtype} {list(tensor.shape)}".replace("torch.", "") for tensor in tensors_of(arguments))
+
+
+# --- one flat graph -------------------------------------------------------------------------------------------------
+
+
+def _flat(subject: Subject, program: ExportedProgram, settings: dict[str, str]) -> TracedModel:
+    """The exported program as a flat graph over the model's own parameters, guards taken out and kept."""
+    unlifted = program.module()
+    guards = None
+    for node in list(unlifted.graph.nodes):
+        if node.op == "call_module" and node.target == "_guards_fn":
+            guards = unlifted.get_submodule("_guards_fn").forward
+            unlifted.graph.erase_node(node)
+        elif node.op == "call_function" and "_assert_tensor_metadata" in str(node.target):
+            unlifted.graph.erase_node(node)
+    graph = Graph()
+    outputs = graph.graph_copy(unlifted.graph, {})
+    outputs = tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
+    graph.output(outputs)
+    graph.eliminate_dead_code()
+    module = GraphModule(unlifted, graph, class_name="Traced")
+    module.eval()
+    state = _own_written_buffers(module)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    out_spec = program.call_spec.out_spec
+    return TracedModel(
+        subject=subject,
+        graph_module=module,
+        input_names=tuple(node.name for node in placeholders),
+        output_names=_output_names(out_spec, len(outputs)),
+        in_spec=program.call_spec.in_spec,
+        out_spec=out_spec,
+        sample=_sample_size(placeholders, batch_of(subject.arguments)),
+        settings=dict(settings),
+        guards=guards,
+        initial_state=state,
+        fidelity=Fidelity(()),
+        findings=(),
+        fingerprint="",
+        seconds=0.0,
+    )
+
+
+def _sample_size(placeholders: list[Node], batch: int | None) -> Size | None:
+    if batch is None:
+        return None
+    for node in placeholders:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.ndim:
+            return plain_size(value.shape[0])
+    return None
+
+
+def _output_names(spec: pytree.TreeSpec, count: int) -> tuple[str, ...]:
+    """A name for each output leaf: its path in the output, or ``output`` when the model returns one tensor."""
+    leaves = pytree.tree_unflatten(list(range(count)), spec)
+    paths, _ = pytree.tree_flatten_with_path(leaves)
+    names = [pytree.keystr(path).strip(".[]'\"") or "output" for path, _ in paths]
+    return tuple(names) if len(names) == count else tuple(f"output_{i}" for i in range(count))
+
+
+def _own_written_buffers(module: GraphModule) -> dict[str, Tensor]:
+    """Give the graph its own copies of the buffers that it writes to, and return their present values."""
+    state = {}
+    for name in written_buffers(module.graph):
+        owner_path, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(owner_path)
+        copy = getattr(owner, leaf).detach().clone()
+        owner.register_buffer(leaf, copy)
+        state[name] = copy.clone()
+    return state
+
+
+def written_buffers(graph: Graph) -> list[str]:
+    """The names of the buffers that a graph writes back to."""
+    return [str(node.args[0].target) for node in _writes(graph) if node.args[0].op == "get_attr"]
+
+
+def _writes(graph: Graph) -> Iterator[Any]:
+    for node in graph.nodes:
+        if node.op == "call_function" and ops.op_name(node) == "copy_" and isinstance(node.args[0], Node):
+            yield node
+
+
+def restore_state(module: nn.Module, state: dict[str, Tensor]) -> None:
+    """Set buffers back to the values in `state`, so that every batch starts from the same point."""
+    with torch.no_grad():
+        for name, value in state.items():
+            module.get_buffer(name).copy_(value)
+
+
+def _restore(module: nn.Module, buffers: dict[str, Tensor]) -> None:
+    own = dict(module.named_buffers())
+    with torch.no_grad():
+        for name, value in buffers.items():
+            if name in own and own[name].shape == value.shape:
+                own[name].copy_(value)
+
+
+# --- fidelity -------------------------------------------------------------------------------------------------------
+
+
+def _fidelity(traced: TracedModel, seed: int) -> Fidelity:
+    """The trace against the eager model: the example, another input, another batch size, each twice."""
+    subject = traced.subject
+    cases = [("example", subject.arguments), ("resampled", resampled(subject.arguments, seed + 1))]
+    if traced.is_batch_dynamic:
+        batch = (traced.sample_count or 1) + 1
+        cases.append((f"batch of {batch}", resampled(subject.arguments, seed + 2, batch)))
+    buffers = {name: buffer.clone() for name, buffer in subject.module.named_buffers()}
+    comparisons = []
+    for name, arguments in cases:
+        leaves = traced.flatten(arguments)
+        for attempt in ("", ", again"):
+            _restore(subject.module, buffers)
+            with quiet_torch():
+                expected = pytree.tree_leaves(_run_eager(subject, arguments))
+                found = run_flat(traced.graph_module, leaves, traced.initial_state)
+            comparisons.append(compare(name + attempt, expected, found))
+    fidelity = Fidelity(tuple(comparisons))
+    scale = max((float(t.abs().max()) for t in expected if _is_floating(t)), default=0.0)
+    if not fidelity.max_abs_diff <= INEXACT_TOLERANCE * max(scale, 1e-30):
+        worst = max(comparisons, key=lambda comparison: comparison.max_abs_diff)
+        raise TraceError(
+            f"the trace of {subject.source} does not compute what the model computes",
+            expected=f"equal outputs, or a difference of at most {INEXACT_TOLERANCE:g} of the largest ({scale:.3g})",
+            found=f"a difference of {worst.max_abs_diff:.3g} on the {worst.inputs} input",
+            remedy="look for code that depends on values, on randomness, on state kept between calls,"
+            " or on whether it is being exported",
+            fidelity=fidelity,
+        )
+    return fidelity
+
+
+def run_flat(module: nn.Module, leaves: list[Any], state: dict[str, Tensor]) -> tuple[Any, ...]:
+    """The output leaves of a flat graph on input leaves, its written buffers first set to `state`."""
+    restore_state(module, state)
+    if state or written_inputs(module):
+        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return module(*leaves)
+
+
+def written_inputs(module: nn.Module) -> bool:
+    """Whether a graph writes to one of its inputs, as the model that it was traced from does."""
+    return isinstance(module, GraphModule) and any(node.args[0].op == "placeholder" for node in _writes(module.graph))
+
+
+def compare(name: str, expected: list[Any] | tuple[Any, ...], found: list[Any] | tuple[Any, ...]) -> Comparison:
+    """How two lists of output leaves differ: the largest absolute difference, and whether every bit agrees."""
+    if len(expected) != len(found):
+        return Comparison(name, float("inf"), False)
+    worst, bitwise = 0.0, True
+    for a, b in zip(expected, found, strict=True):
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            same = not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+            worst, bitwise = (worst, bitwise) if same else (float("inf"), False)
+        elif a.shape != b.shape or a.dtype != b.dtype:
+            return Comparison(name, float("inf"), False)
+        elif not same_bits(a, b):
+            bitwise = False
+            worst = max(worst, _max_abs_diff(a, b))
+    return Comparison(name, worst, bitwise)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree bit for bit: equal NaNs are equal, and 0.0 is not -0.0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    if a.dtype == torch.bool or not a.numel():
+        return torch.equal(a, b)
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _max_abs_diff(a: Tensor, b: Tensor) -> float:
+    if a.dtype == torch.bool:
+        return float((a != b).any())
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    difference = (a.to(wide) - b.to(wide)).abs()
+    # Where both are the same infinity or NaN there is no difference; where only one is, it is infinite.
+    difference = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(difference), difference)
+    return float(difference.nan_to_num(nan=float("inf")).max()) if difference.numel() else 0.0
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
+
+
+# --- findings -------------------------------------------------------------------------------------------------------
+
+
+def _graph_findings(traced: TracedModel) -> list[Finding]:
+    findings = []
+    if traced.sample is not None and isinstance(traced.sample, int):
+        text = f"the graph takes only batches of {traced.sample}: the model's code fixes the input axis"
+        findings.append(Finding("static-batch", text))
+    for name in traced.initial_state:
+        findings.append(
+            Finding("mutated-buffer", f"a forward call writes to `{name}`; every batch starts from its first value")
+        )
+    if written_inputs(traced.graph_module):
+        findings.append(Finding("mutated-input", "a forward call writes to its own inputs; each run gets a copy"))
+    for node in traced.graph.nodes:
+        name = ops.op_name(node)
+        if name in ops.RANDOM:
+            findings.append(Finding("random-op", f"`{name}` draws random numbers in eval mode", ops.source_line(node)))
+        elif name.split("::")[0] not in (name, "python", "sym"):
+            findings.append(
+                Finding(
+                    "opaque-op", f"`{name}` is a custom op: controllers inside it are unseen", ops.source_line(node)
+                )
+            )
+    return findings
+
+
+def _fidelity_findings(fidelity: Fidelity, traced: TracedModel) -> list[Finding]:
+    findings = []
+    if not fidelity.bitwise:
+        text = f"the trace differs from the eager model by up to {fidelity.max_abs_diff:.3g}"
+        findings.append(Finding("inexact-trace", text))
+    return findings
