@@ -1,0 +1,426 @@
+"""A pattern file: TOML around a match block, checked completely when it is read.
+
+`docs/patterns.md` is the guide. Every key that is not known is an error, with the nearest known one; so is every axis
+without a role and every name that nothing defines. Code in `[[example]]` runs only under `fxaudit pattern test`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fxaudit import axes
+from fxaudit.controllers import language
+from fxaudit.controllers.language import MatchSyntaxError, Name, Op, Term
+from fxaudit.controllers.predicates import Predicate, PredicateSyntaxError, parse_predicate
+from fxaudit.errors import PatternError, nearest
+from fxaudit.provenance import json_digest
+
+SCHEMA = 1
+KEYS = ("schema", "name", "summary", "cite", "match", "shape", "where", "exclude", "intervene", "example")
+REQUIRED = ("schema", "name", "summary", "match", "shape", "intervene")
+INTERVENE_KEYS = ("axes", "acts", "neutral", "range", "sums_to", "coupled", "taps")
+EXAMPLE_KEYS = ("why", "expect", "inputs", "code")
+ROLES = ("sample", "position", "unit", "slot")
+ACTS = ("multiply", "add", "mix", "select", "step")
+TAPS = ("scores",)
+
+
+@dataclass(frozen=True, slots=True)
+class Intervene:
+    """How the coefficient acts and what may be done to it.
+
+    `axes` gives each axis name its role. `coupled` are captures that travel with the coefficient and are bound together
+    with it; `taps` are captures that are recorded beside it and never bound. `low` and `high` bound its values; along
+    `simplex_axis` they sum to `simplex_sum`.
+    """
+
+    axes: Mapping[str, str]
+    acts: str
+    neutral: float | None
+    low: float | None
+    high: float | None
+    simplex_axis: str | None
+    simplex_sum: float | None
+    coupled: tuple[str, ...]
+    taps: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An inline test: code that defines `model`, its inputs, and how many controllers must be found in it."""
+
+    why: str
+    expect: int
+    inputs: tuple[str, ...]
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """One controller family."""
+
+    name: str
+    summary: str
+    cite: str
+    path: Path
+    equations: Mapping[str, Term]
+    shapes: Mapping[str, axes.Shape]
+    where: tuple[Predicate, ...]
+    exclude: tuple[tuple[str, str, Term], ...]
+    intervene: Intervene
+    examples: tuple[Example, ...]
+    match_line: int
+    digest: str
+
+    @property
+    def bound(self) -> tuple[str, ...]:
+        """The captures that become inputs of the frozen graph: the coefficient and what is coupled with it."""
+        return ("coefficient", *self.intervene.coupled)
+
+    @property
+    def sample_axis(self) -> str:
+        return next(axis for axis, role in self.intervene.axes.items() if role == "sample")
+
+    def where_in_file(self, line: int) -> str:
+        """``file:line`` of a line of the match block."""
+        return f"{self.path}:{self.match_line + line}"
+
+
+def library_path() -> Path:
+    """The folder of the patterns that ship with fxaudit: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "patterns"
+    return installed if installed.is_dir() else package.parent / "patterns"
+
+
+def load_patterns(*places: Path | str) -> list[Pattern]:
+    """The patterns in files and folders, the shipped library when none is given, sorted by name.
+
+    Raises:
+        PatternError: a place that does not exist, a broken file, or two patterns of one name.
+    """
+    files: list[Path] = []
+    for place in map(Path, places or (library_path(),)):
+        if place.is_dir():
+            files += sorted(place.glob("*.toml"))
+        elif place.exists():
+            files.append(place)
+        else:
+            raise PatternError(
+                f"{place} does not exist",
+                expected="a pattern file, or a folder of pattern files",
+                found="no such file",
+                remedy="check --patterns; `fxaudit pattern list` shows the shipped ones",
+            )
+    patterns = sorted((load_pattern(file) for file in files), key=lambda pattern: pattern.name)
+    for first, second in itertools.pairwise(patterns):
+        if first.name == second.name:
+            raise PatternError(
+                f"two patterns are called `{first.name}`",
+                where=f"{first.path}\n{second.path}",
+                expected="one file for each name",
+                found="the same name twice",
+                remedy="rename one of them",
+            )
+    if not patterns:
+        raise PatternError(
+            "there is no pattern file",
+            where=", ".join(str(place) for place in places or (library_path(),)),
+            expected="files that end in .toml",
+            found="none",
+            remedy="name a folder that holds some",
+        )
+    return patterns
+
+
+def load_pattern(path: Path | str) -> Pattern:
+    """The pattern in one file, completely checked.
+
+    Raises:
+        PatternError: naming file, line and key, with the nearest valid spelling.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PatternError(
+            f"{path} cannot be read", expected="a UTF-8 text file", found=str(error), remedy="check the file"
+        ) from error
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"line (\d+)", str(error))
+        raise PatternError(
+            f"{path} is not TOML",
+            where=f"{path}:{line.group(1)}" if line else str(path),
+            expected="TOML 1.0",
+            found=str(error),
+            remedy="check the quotes; the match block stands between ''' and '''",
+        ) from error
+    return _Reader(path, text, document).pattern()
+
+
+class _Reader:
+    """Checks one document; every complaint carries the line of the key that it is about."""
+
+    def __init__(self, path: Path, text: str, document: dict[str, Any]) -> None:
+        self.path, self.text, self.document = path, text, document
+
+    def pattern(self) -> Pattern:
+        document = self.document
+        self.known_keys(document, KEYS, "a pattern")
+        for key in REQUIRED:
+            if key not in document:
+                raise self.error(f"`{key}` is missing", "", f"the keys {', '.join(REQUIRED)}", ", ".join(document))
+        if document["schema"] != SCHEMA:
+            raise self.error(
+                f"schema {document['schema']!r} is not known", "schema", f"schema = {SCHEMA}", repr(document["schema"])
+            )
+        name = self.typed("name", str)
+        if name != self.path.stem:
+            raise self.error("the name of a pattern is the name of its file", "name", self.path.stem, name)
+        equations = self.equations()
+        shapes = self.shapes(equations)
+        intervene = self.intervene(equations, shapes)
+        axis_names = set().union(*(shape.names for shape in shapes.values()))
+        captures = set(equations) | {n for term in equations.values() for n in language.names_in(term)}
+        self.check_over(equations, shapes)
+        return Pattern(
+            name=name,
+            summary=self.typed("summary", str),
+            cite=self.typed("cite", str) if "cite" in document else "",
+            path=self.path,
+            equations=equations,
+            shapes=shapes,
+            where=tuple(self.predicate(text, axis_names, captures) for text in self.strings("where")),
+            exclude=tuple(self.exclusion(text, equations) for text in self.strings("exclude")),
+            intervene=intervene,
+            examples=self.examples(),
+            match_line=self.line_of("match"),
+            digest=json_digest({key: value for key, value in document.items() if key != "example"}),
+        )
+
+    def error(self, what: str, key: str, expected: str, found: str, line: int | None = None) -> PatternError:
+        number = line if line is not None else self.line_of(key)
+        return PatternError(
+            what,
+            where=f"{self.path}:{number}" if number else str(self.path),
+            expected=expected,
+            found=found,
+            remedy="docs/patterns.md lists every key and construct",
+            path=self.path,
+            key=key,
+        )
+
+    def line_of(self, key: str) -> int:
+        """The line on which a key, or a table, first stands."""
+        if not key:
+            return 1
+        found = re.search(rf"^\s*(?:{re.escape(key)}\s*=|\[+\s*{re.escape(key)}\s*\]+)", self.text, re.MULTILINE)
+        return self.text.count("\n", 0, found.end()) + 1 if found else 0
+
+    def known_keys(self, table: Mapping[str, Any], known: tuple[str, ...], owner: str) -> None:
+        for key in table:
+            if key not in known:
+                raise self.error(
+                    f"unknown key `{key}`{nearest(key, known)}", key, f"{owner} has {', '.join(known)}", key
+                )
+
+    def typed(self, key: str, kind: type, table: Mapping[str, Any] | None = None) -> Any:
+        value = (self.document if table is None else table).get(key)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            found = "nothing" if value is None else f"{type(value).__name__} {value!r}"
+            raise self.error(f"`{key}` has the wrong type", key, kind.__name__, found)
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        value = self.document.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(f"`{key}` has the wrong type", key, "a list of strings", repr(value))
+        return value
+
+    def equations(self) -> dict[str, Term]:
+        try:
+            equations = language.parse_match(self.typed("match", str))
+        except MatchSyntaxError as error:
+            line = self.line_of("match") + error.line - (0 if self._match_starts_on_key_line() else 1)
+            raise self.error(str(error), "match", "an equation `name = expression`", "see above", line) from error
+        for needed in ("coefficient", "apply"):
+            if needed not in equations:
+                raise self.error(f"`match` never defines `{needed}`", "match", f"{needed} = ...", ", ".join(equations))
+        return equations
+
+    def _match_starts_on_key_line(self) -> bool:
+        # After `match = '''` TOML drops the newline: line 1 of the block is the line after the key.
+        return bool(re.search(r"^\s*match\s*=\s*('''|\"\"\")\s*$", self.text, re.MULTILINE))
+
+    def shapes(self, equations: Mapping[str, Term]) -> dict[str, axes.Shape]:
+        table = self.typed("shape", dict)
+        captures = set(equations) | {n for term in equations.values() for n in language.names_in(term)}
+        shapes = {}
+        for name, text in table.items():
+            if name not in captures:
+                raise self.error(
+                    f"[shape] speaks of `{name}`, which `match` does not name{nearest(name, captures)}",
+                    name,
+                    ", ".join(sorted(captures)),
+                    name,
+                )
+            try:
+                shapes[name] = axes.parse_shape(self.typed(name, str, table))
+            except axes.ShapeSyntaxError as error:
+                raise self.error(
+                    str(error), name, 'axes separated by spaces, such as "batch token feature"', text
+                ) from error
+        return shapes
+
+    def intervene(self, equations: Mapping[str, Term], shapes: Mapping[str, axes.Shape]) -> Intervene:
+        table = self.typed("intervene", dict)
+        self.known_keys(table, INTERVENE_KEYS, "[intervene]")
+        roles = self.typed("axes", dict, table)
+        for axis, role in roles.items():
+            if role not in ROLES:
+                raise self.error(
+                    f"axis `{axis}` has no such role{nearest(str(role), ROLES)}", "axes", ", ".join(ROLES), str(role)
+                )
+        if list(roles.values()).count("sample") != 1:
+            raise self.error(
+                "one axis must have the role `sample`", "axes", 'axes = { batch = "sample", ... }', str(roles)
+            )
+        acts = self.typed("acts", str, table)
+        if acts not in ACTS:
+            raise self.error(f"`acts` is unknown{nearest(acts, ACTS)}", "acts", ", ".join(ACTS), acts)
+        coupled = tuple(table.get("coupled", ()))
+        taps = dict(table.get("taps", {}))
+        for tap in taps:
+            if tap not in TAPS:
+                raise self.error(f"unknown tap `{tap}`{nearest(tap, TAPS)}", "taps", ", ".join(TAPS), tap)
+        for name in ("coefficient", *coupled, *taps.values()):
+            self.check_bound(name, equations, shapes, roles)
+        low, high = self.bounds(table)
+        sums = table.get("sums_to")
+        if sums is not None and not (isinstance(sums, dict) and sums.get("axis") in roles and "value" in sums):
+            raise self.error("`sums_to` cannot be read", "sums_to", 'sums_to = { axis = "k", value = 1.0 }', str(sums))
+        neutral = table.get("neutral")
+        return Intervene(
+            axes=roles,
+            acts=acts,
+            neutral=None if neutral is None else float(neutral),
+            low=low,
+            high=high,
+            simplex_axis=sums["axis"] if sums else None,
+            simplex_sum=float(sums["value"]) if sums else None,
+            coupled=coupled,
+            taps=taps,
+        )
+
+    def bounds(self, table: Mapping[str, Any]) -> tuple[float | None, float | None]:
+        value = table.get("range")
+        if value is None:
+            return None, None
+        if not (isinstance(value, list) and len(value) == 2 and all(isinstance(v, int | float) for v in value)):
+            raise self.error("`range` cannot be read", "range", "range = [0.0, 1.0]; inf is a number", str(value))
+        return float(value[0]), float(value[1])
+
+    def check_bound(
+        self, name: str, equations: Mapping[str, Term], shapes: Mapping[str, axes.Shape], roles: Mapping[str, str]
+    ) -> None:
+        """A tensor that is bound or recorded must be defined, and each of its axes must have a name and a role."""
+        if name not in equations:
+            raise self.error(
+                f"`match` never defines `{name}`{nearest(name, set(equations))}",
+                "intervene",
+                f"{name} = ...",
+                ", ".join(equations),
+            )
+        if name not in shapes:
+            raise self.error(
+                f"[shape] says nothing of `{name}`, which is recorded", "shape", f'{name} = "..."', ", ".join(shapes)
+            )
+        for layout in shapes[name].layouts:
+            if (axes.REST,) in layout.axes or (axes.ANY,) in layout.axes:
+                raise self.error(
+                    f"`{name}` is recorded, so each of its axes needs a name", name, "no `...` and no `_`", str(layout)
+                )
+            for axis in layout.names:
+                if axis not in roles:
+                    raise self.error(
+                        f"axis `{axis}` of `{name}` has no role{nearest(axis, set(roles))}",
+                        "axes",
+                        ", ".join(ROLES),
+                        str(dict(roles)),
+                    )
+            if "sample" not in {roles[axis] for axis in layout.names}:
+                raise self.error(
+                    f"`{name}` has no sample axis in `{layout}`", name, "an axis with the role `sample`", str(layout)
+                )
+
+    def check_over(self, equations: Mapping[str, Term], shapes: Mapping[str, axes.Shape]) -> None:
+        for term in equations.values():
+            for inner in language.walk(term):
+                if not isinstance(inner, Op) or inner.over is None:
+                    continue
+                operand = inner.operands[0]
+                line = self.line_of("match") + inner.line
+                if not isinstance(operand, Name) or operand.name not in shapes:
+                    raise self.error(
+                        "`over` needs an operand with a [shape]", "match", "pool(input, over=[...])", "see above", line
+                    )
+                known = shapes[operand.name].names | ({axes.REST} if shapes[operand.name].has_rest else set())
+                for axis in inner.over:
+                    if axis not in known:
+                        raise self.error(
+                            f"`over` names `{axis}`, no axis of `{operand.name}`{nearest(axis, known)}",
+                            "match",
+                            ", ".join(sorted(known)),
+                            axis,
+                            line,
+                        )
+
+    def predicate(self, text: str, axis_names: set[str], captures: set[str]) -> Predicate:
+        try:
+            return parse_predicate(text, axis_names, captures)
+        except PredicateSyntaxError as error:
+            raise self.error(
+                str(error), "where", "a predicate such as `channel > 1` or `depends(value, input)`", text
+            ) from error
+
+    def exclusion(self, text: str, equations: Mapping[str, Term]) -> tuple[str, str, Term]:
+        try:
+            name, term = language.parse_statement(text)
+        except MatchSyntaxError as error:
+            raise self.error(str(error), "exclude", "an equation such as `coefficient = softmax(_)`", text) from error
+        if name not in equations:
+            raise self.error(
+                f"`exclude` speaks of `{name}`, which `match` does not define{nearest(name, set(equations))}",
+                "exclude",
+                ", ".join(equations),
+                name,
+            )
+        return text, name, term
+
+    def examples(self) -> tuple[Example, ...]:
+        examples = []
+        for table in self.document.get("example", []):
+            self.known_keys(table, EXAMPLE_KEYS, "[[example]]")
+            inputs = self.typed("inputs", list, table)
+            for text in inputs:
+                if not re.fullmatch(r"(int )?\d+( \d+)*", str(text)):
+                    raise self.error(
+                        "`inputs` cannot be read", "inputs", '"2 16 8 8", or "int 2 6" for token ids', str(text)
+                    )
+            examples.append(
+                Example(
+                    self.typed("why", str, table),
+                    self.typed("expect", int, table),
+                    tuple(inputs),
+                    self.typed("code", str, table),
+                )
+            )
+        return tuple(examples)

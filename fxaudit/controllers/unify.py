@@ -1,0 +1,328 @@
+"""Backward unification of a pattern's equations with the nodes around one anchor.
+
+Names are consistent (one name, one node) but not injective (two names may be one node). Bindings are threaded through
+generators; the deepest failure is kept, as what was expected, what was found, and where. `chain` is a maximal munch,
+`region` stops at captures that are bound already, `fold` walks a tree whose interior nodes have one user each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from fxaudit import axes, ops
+from fxaudit.controllers import language
+from fxaudit.controllers.graphs import Dataflow
+from fxaudit.controllers.language import Anything, Chain, Either, Fold, Item, Literal, Name, Op, Region, Term
+from fxaudit.controllers.pattern import Pattern
+from fxaudit.errors import PatternError
+
+# Visits that one anchor may take. The shipped patterns need fewer than a hundred; what needs more is ambiguous.
+BUDGET = 10_000
+
+Bindings = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Where unification stopped: the template is filled only when somebody reads it, since most failures are discarded.
+
+    `line` is the line of the match block, 0 when a shape, a predicate or a structural test failed.
+    """
+
+    progress: tuple[int, int]
+    node: Node | None
+    line: int
+    template: str
+    values: tuple[Any, ...]
+    bound: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        return self.template.format(*(describe(value) for value in self.values))
+
+
+class Unifier:
+    """Unification from one anchor."""
+
+    def __init__(self, pattern: Pattern, dataflow: Dataflow, anchor: Node) -> None:
+        self.pattern, self.dataflow, self.anchor = pattern, dataflow, anchor
+        self.equations = pattern.equations
+        self.visits = 0
+        self.failure: Failure | None = None
+
+    def readings(self) -> Iterator[Bindings]:
+        """Every way to read the anchor as `apply` such that all equations that the pattern needs hold."""
+        for bindings in self.unify(Name(0, "apply"), self.anchor, {}):
+            yield from self._forward(bindings, self._pending(bindings))
+
+    def fail(
+        self, bindings: Bindings, node: Node | None, line: int, template: str, *values: Any, depth: int = 0
+    ) -> None:
+        """Keep this failure if it is deeper than the deepest so far; `depth` counts tests passed after unification."""
+        progress = (len(bindings) + depth, self.visits)
+        if self.failure is None or progress > self.failure.progress:
+            self.failure = Failure(progress, node, line, template, values, tuple(bindings))
+
+    def unify(self, term: Term, node: Any, bindings: Bindings) -> Iterator[Bindings]:
+        """Every way in which `node` is what `term` describes, as extended bindings.
+
+        Raises:
+            PatternError: the anchor's visits exceed `BUDGET`.
+        """
+        self.visits += 1
+        if self.visits > BUDGET:
+            raise self._too_ambiguous(term)
+        match term:
+            case Anything():
+                yield bindings
+            case Literal(value=value):
+                if not isinstance(node, Node) and node == value:
+                    yield bindings
+            case Name(name=name):
+                yield from self._name(term, name, node, bindings)
+            case _ if not isinstance(node, Node):
+                return
+            case Either(options=options):
+                for option in options:
+                    yield from self.unify(option, node, bindings)
+            case Item(source=source, index=index):
+                if ops.op_name(node) == "getitem" and node.args[1] == index:
+                    yield from self.unify(source, node.args[0], bindings)
+                else:
+                    self.fail(
+                        bindings, node, term.line, "expected output [{}] of a multi-output op, found {}", index, node
+                    )
+            case Op():
+                yield from self._op(term, node, bindings)
+            case Chain():
+                yield from self._chain(term, node, bindings)
+            case Region():
+                yield from self._region(term, node, bindings)
+            case Fold():
+                yield from self._fold(term, node, bindings)
+
+    def _too_ambiguous(self, term: Term) -> PatternError:
+        return PatternError(
+            f"`{self.pattern.name}` is too ambiguous: one anchor took more than {BUDGET:,} visits",
+            where=f"{self.pattern.where_in_file(term.line)}\n{ops.source_line(self.anchor)}".strip(),
+            expected="few ways to read each equation",
+            found=f"anchor `{self.anchor}` was still open",
+            remedy="name what lies between with narrower classes, or lower `most=`",
+        )
+
+    def _is_any(self, node: Node, names: tuple[str, ...]) -> bool:
+        return any(self.dataflow.is_a(node, name) for name in names)
+
+    def _name(self, term: Term, name: str, node: Any, bindings: Bindings) -> Iterator[Bindings]:
+        if not isinstance(node, Node):
+            return
+        if name in bindings:
+            if bindings[name] is node:
+                yield bindings
+            else:
+                self.fail(bindings, node, term.line, "`{}` is {}, cannot also be {}", name, bindings[name], node)
+        elif name in self.equations:
+            for extended in self.unify(self.equations[name], node, bindings):
+                yield {**extended, name: node}
+        else:
+            yield {**bindings, name: node}
+
+    def _op(self, term: Op, node: Node, bindings: Bindings) -> Iterator[Bindings]:
+        if not self._is_any(node, term.names):
+            self.fail(bindings, node, term.line, "expected {}, found {}", " | ".join(term.names), node)
+            return
+        for key, expected in term.attributes.items():
+            found = attribute(node, key)
+            if found != (absolute(node, expected) if key == "dim" else expected):
+                self.fail(
+                    bindings, node, term.line, "expected {}={}, found {}={} in {}", key, expected, key, found, node
+                )
+                return
+        operands, count = self._pattern_operands(node), len(term.operands)
+        if count > len(operands):
+            template = "expected {} data operands, found {} in {}"
+            self.fail(bindings, node, term.line, template, count, len(operands), node)
+            return
+        orders: Any = [tuple(operands[:count])]
+        if ops.op_name(node) in ops.UNORDERED:
+            orders = itertools.permutations(operands, count)
+        for order in orders:
+            # Closures last, so that a region stops at captures which a cheaper operand has bound.
+            pairs = sorted(
+                zip(term.operands, order, strict=True), key=lambda pair: isinstance(pair[0], Chain | Region | Fold)
+            )
+            yield from self._all(pairs, bindings)
+
+    def _pattern_operands(self, node: Node) -> Sequence[Any]:
+        """The operands that a pattern sees: of arithmetic both sides, numbers and parameters too; else data only."""
+        if ops.op_name(node) in ops.ARITHMETIC:
+            return [a for a in node.args if isinstance(a, Node | int | float) and not isinstance(a, bool)][:2]
+        return self.dataflow.data_operands(node)
+
+    def _all(self, pairs: list[tuple[Term, Any]], bindings: Bindings) -> Iterator[Bindings]:
+        if not pairs:
+            yield bindings
+            return
+        (term, node), *rest = pairs
+        for extended in self.unify(term, node, bindings):
+            yield from self._all(rest, extended)
+
+    def _chain(self, term: Chain, node: Node, bindings: Bindings) -> Iterator[Bindings]:
+        # Maximal munch: every end of a walk of `least` to `most` members, the farthest first.
+        seen: set[Node] = set()
+        ends: list[tuple[int, Node]] = []
+        queue = deque([(node, 0)])
+        while queue:
+            current, depth = queue.popleft()
+            if depth >= term.least:
+                ends.append((depth, current))
+            if self._is_any(current, term.names):
+                if depth < term.most and current not in seen:
+                    seen.add(current)
+                    queue.extend((source, depth + 1) for source in self.dataflow.data_operands(current))
+            elif depth < term.least:
+                template = "expected a chain of {}, broken by {}"
+                self.fail(bindings, current, term.line, template, " | ".join(term.names), current)
+        for _, end in sorted(ends, key=lambda pair: -pair[0]):
+            yield from self.unify(term.source, end, bindings)
+
+    def _region(self, term: Region, node: Node, bindings: Bindings) -> Iterator[Bindings]:
+        stops = {bindings[s.name] for s in term.sources if isinstance(s, Name) and s.name in bindings}
+        seen: set[Node] = set()
+        border: list[Node] = []
+        queue = [node]
+        while queue:
+            current = queue.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            if current in stops or not self._is_any(current, term.names):
+                if current is node and current not in stops:
+                    names = " | ".join(term.names)
+                    self.fail(bindings, node, term.line, "expected a region of {}, found {}", names, node)
+                    return
+                border.append(current)
+            elif len(seen) > term.most:
+                self.fail(bindings, current, term.line, "the region has more than {} nodes", term.most)
+                return
+            else:
+                queue.extend(self.dataflow.data_operands(current))
+        matched = False
+        for extended in self._assign(border, term.sources, bindings):
+            matched = True
+            yield extended
+        if not matched:
+            first = border[0] if border else node
+            self.fail(bindings, first, term.line, "the region also reaches {}", tuple(border))
+
+    def _assign(self, border: list[Node], sources: tuple[Term, ...], bindings: Bindings) -> Iterator[Bindings]:
+        if not border:
+            yield bindings
+            return
+        for source in sources:
+            for extended in self.unify(source, border[0], bindings):
+                yield from self._assign(border[1:], sources, extended)
+
+    def _fold(self, term: Fold, node: Node, bindings: Bindings) -> Iterator[Bindings]:
+        # Interior nodes have one user and only a maximal node is a root: linear, and the only reading that is meant.
+        names = " | ".join(term.names)
+        inside = len(node.users) == 1 and self._is_any(next(iter(node.users)), term.names)
+        if not self._is_any(node, term.names) or inside:
+            self.fail(bindings, node, term.line, "expected the root of a fold of {}, found {}", names, node)
+            return
+        terms: list[Node] = []
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            if self._is_any(current, term.names) and (current is node or len(current.users) == 1):
+                stack.extend(reversed([a for a in current.args if isinstance(a, Node)]))
+            else:
+                terms.append(current)
+        if len(terms) < term.least:
+            template = "expected a fold of at least {} terms, found {}"
+            self.fail(bindings, node, term.line, template, term.least, len(terms))
+            return
+        # The coefficient and what it is made of is one node for all terms; what else each term binds becomes a tuple.
+        shared = self._mentioned_by("coefficient")
+        collected: dict[str, tuple[Node, ...]] = {}
+        for part in terms:
+            extended = next(self.unify(term.term, part, bindings), None)
+            if extended is None:
+                return
+            new = {key: value for key, value in extended.items() if key not in bindings}
+            bindings = {**bindings, **{key: value for key, value in new.items() if key in shared}}
+            for key, value in new.items():
+                if key not in shared:
+                    collected[key] = (*collected.get(key, ()), value)
+        yield {**bindings, **collected}
+
+    def _mentioned_by(self, name: str) -> set[str]:
+        """A name and every name that its equation mentions, directly or through other equations."""
+        names, queue = {name}, [name]
+        while queue:
+            current = queue.pop()
+            if current in self.equations:
+                new = language.names_in(self.equations[current]) - names
+                names |= new
+                queue.extend(new)
+        return names
+
+    # --- equations that the apply site does not reach ---------------------------------------------------------------
+
+    def _pending(self, bindings: Bindings) -> list[str]:
+        """Equations left over once `apply` is unified, such as the indices that travel with a coefficient.
+
+        Names of an alternative that was not taken are left unbound, unless the pattern binds or records them.
+        """
+        needed = {*self.pattern.bound, *self.pattern.intervene.taps.values()}
+        reached = self._mentioned_by("apply")
+        return [name for name in self.equations if name not in bindings and (name in needed or name not in reached)]
+
+    def _forward(self, bindings: Bindings, pending: list[str]) -> Iterator[Bindings]:
+        """Unify the pending equations on the users of what they mention."""
+        if not pending:
+            yield bindings
+            return
+        name, *rest = pending
+        term = self.equations[name]
+        mentioned = [bindings[n] for n in language.names_in(term) if isinstance(bindings.get(n), Node)]
+        found = False
+        for candidate in dict.fromkeys(user for node in mentioned for user in node.users):
+            for extended in self.unify(Name(term.line, name), candidate, bindings):
+                found = True
+                yield from self._forward(extended, rest)
+        if not found:
+            self.fail(
+                bindings, mentioned[0] if mentioned else self.anchor, term.line, "nothing in the graph is `{}`", name
+            )
+
+
+def attribute(node: Node, key: str) -> Any:
+    """An argument of a node by schema name; a `dim` counted from the front."""
+    value = ops.attributes(node).get(key)
+    return absolute(node, value) if key == "dim" else value
+
+
+def absolute(node: Node, dim: Any) -> Any:
+    """A `dim`, or a list of them, counted from the front, so that -1 and rank-1 are the same."""
+    rank = len(ops.sizes(node) or ())
+    if isinstance(dim, int) and not isinstance(dim, bool) and rank:
+        return dim % rank
+    return [absolute(node, d) for d in dim] if isinstance(dim, list | tuple) else dim
+
+
+def describe(value: Any) -> str:
+    """A node as ``op `name` [sizes]``; anything else as it prints."""
+    if isinstance(value, tuple):
+        return ", ".join(map(describe, value)) or "nothing"
+    if not isinstance(value, Node):
+        return str(value)
+    sizes = ops.sizes(value)
+    shape = f" [{axes.format_sizes(sizes)}]" if sizes is not None else ""
+    return f"{ops.op_name(value)} `{value.name}`{shape}"
