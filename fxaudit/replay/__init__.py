@@ -1,0 +1,1 @@
+"""Recording coefficients to disk and replaying the frozen model with them."""

@@ -1,0 +1,1 @@
+"""Results as JSON and as text. Nothing here computes a number."""

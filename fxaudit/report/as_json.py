@@ -1,0 +1,157 @@
+"""Results as JSON-like dicts, one schema for each verb: ``fxaudit.<verb>/1``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fxaudit import __version__
+from fxaudit.axes import Size
+from fxaudit.controllers.controller import Coefficient, Controller
+from fxaudit.controllers.match import NearMiss
+from fxaudit.execution.flops import count_flops
+from fxaudit.model.trace import Comparison, Finding, TracedModel
+from fxaudit.provenance import environment
+from fxaudit.replay.run import IdentityReplay, Recording
+from fxaudit.stages import Matched, TraceReport
+
+NEAR_MISSES = 3
+
+
+def provenance(traced: TracedModel) -> dict[str, Any]:
+    return {"fxaudit": __version__, "settings": traced.settings, "environment": environment()}
+
+
+def trace(report: TraceReport) -> dict[str, Any]:
+    """The JSON of `fxaudit trace`. Sizes are numbers, or text such as ``7*inputs`` where they follow the batch."""
+    traced, matched = report.traced, report.matched
+    return {
+        "schema": "fxaudit.trace/1",
+        "model": {
+            "source": traced.subject.source,
+            "class": f"{type(traced.subject.module).__module__}.{type(traced.subject.module).__qualname__}",
+            "parameters": traced.subject.parameter_count,
+            "fingerprint": traced.fingerprint,
+        },
+        "graph": {
+            "nodes": len(traced.graph.nodes),
+            "frontend": traced.frontend,
+            "seconds": round(traced.seconds, 3),
+            "inputs": list(traced.input_names),
+            "outputs": list(traced.output_names),
+            "batch": "dynamic" if traced.is_batch_dynamic else traced.sample,
+        },
+        "fidelity": _comparisons(traced.fidelity.comparisons),
+        "identity": identity(report.identity),
+        "counts": matched.counts,
+        "other": {},
+        "controllers": [_controller(controller, traced) for controller in matched.controllers],
+        "near_misses": _near_misses(matched),
+        "findings": [_finding(finding) for finding in report.findings],
+        "provenance": provenance(traced),
+    }
+
+
+def identity(replayed: IdentityReplay | None) -> dict[str, Any] | None:
+    return None if replayed is None else _comparisons(replayed.comparisons)
+
+
+def record(recording: Recording, traced: TracedModel, replayed: IdentityReplay) -> dict[str, Any]:
+    store = recording.store
+    return {
+        "schema": "fxaudit.record/1",
+        "directory": str(store.directory),
+        "inputs": store.manifest["count"],
+        "batch_size": store.manifest["batch_size"],
+        "batches": len(store.batches),
+        "recorded": recording.recorded,
+        "bytes": store.size_bytes,
+        "coefficients": list(store.manifest["coefficients"].values()),
+        "identity": identity(replayed),
+        "findings": [_finding(finding) for finding in recording.findings],
+        "provenance": provenance(traced),
+    }
+
+
+def replay(replayed: IdentityReplay, traced: TracedModel, inputs: int) -> dict[str, Any]:
+    return {
+        "schema": "fxaudit.replay/1",
+        "inputs": inputs,
+        "identity": identity(replayed),
+        "provenance": provenance(traced),
+    }
+
+
+def _comparisons(comparisons: tuple[Comparison, ...]) -> dict[str, Any]:
+    return {
+        "max_abs_diff": max(c.max_abs_diff for c in comparisons),
+        "bitwise": all(c.bitwise for c in comparisons),
+        "comparisons": [
+            {"inputs": c.inputs, "max_abs_diff": c.max_abs_diff, "bitwise": c.bitwise} for c in comparisons
+        ],
+    }
+
+
+def _controller(controller: Controller, traced: TracedModel) -> dict[str, Any]:
+    flops = count_flops(controller.cone, traced.sample)
+    return {
+        "id": controller.id,
+        "pattern": controller.pattern,
+        "module": controller.module,
+        "call": controller.call,
+        "coefficients": [_coefficient(c, traced) for c in controller.coefficients],
+        "taps": [_coefficient(c, traced) for c in controller.taps],
+        "applies": [node.name for node in controller.applies],
+        "cone": {
+            "nodes": sum(node.op == "call_function" for node in controller.cone),
+            "parameters": controller.parameters,
+            "flops": flops.total,
+            "flops_unknown": list(flops.unknown),
+        },
+        "leaks": [
+            {"kind": leak.kind, "node": leak.node.name, "reader": leak.reader.name, "source": leak.source}
+            for leak in controller.leaks
+        ],
+        "partially_frozen": controller.is_partially_frozen,
+    }
+
+
+def _coefficient(coefficient: Coefficient, traced: TracedModel) -> dict[str, Any]:
+    domain = coefficient.domain
+    return {
+        "key": coefficient.key,
+        "name": coefficient.name,
+        "shape": [size_text(size, traced) for size in coefficient.shape],
+        "axes": ["*".join(axis) for axis in coefficient.axes],
+        "roles": dict(coefficient.roles),
+        "dtype": str(coefficient.dtype).removeprefix("torch."),
+        "domain": {"kind": domain.kind, "low": domain.low, "high": domain.high, "axis": domain.axis},
+    }
+
+
+def size_text(size: Size, traced: TracedModel) -> int | str:
+    """A size as a number, or as text in which the input axis is called ``inputs``."""
+    return size if isinstance(size, int) else str(size).replace(str(traced.sample), "inputs")
+
+
+def _near_misses(matched: Matched) -> list[dict[str, Any]]:
+    return [
+        _near_miss(miss)
+        for result in matched.results
+        if not result.matches
+        for miss in result.near_misses[:NEAR_MISSES]
+    ]
+
+
+def _near_miss(miss: NearMiss) -> dict[str, Any]:
+    return {
+        "pattern": miss.pattern.name,
+        "anchor": miss.anchor.name if miss.anchor is not None else None,
+        "reason": miss.reason,
+        "line": miss.pattern.where_in_file(miss.line) if miss.line else None,
+        "bound": list(miss.bound),
+        "source": miss.source,
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {"kind": finding.kind, "text": finding.text, "where": finding.where}

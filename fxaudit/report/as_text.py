@@ -1,0 +1,138 @@
+"""Results as text for a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fxaudit.controllers.controller import Controller
+from fxaudit.controllers.examples import Outcome
+from fxaudit.controllers.pattern import Pattern
+from fxaudit.model.trace import Finding, TracedModel
+from fxaudit.replay.run import IdentityReplay, Recording
+from fxaudit.report.as_json import size_text
+from fxaudit.stages import TraceReport
+
+_ROWS = 40
+
+
+def trace(report: TraceReport, console: Console) -> None:
+    """What `fxaudit trace` prints."""
+    traced, matched = report.traced, report.matched
+    batch = "any batch size" if traced.is_batch_dynamic else f"batch of {traced.sample}"
+    _line(console, "model", f"{traced.subject.source}, {traced.subject.parameter_count:,} parameters")
+    _line(
+        console, "graph", f"{len(traced.graph.nodes):,} nodes by {traced.frontend} in {traced.seconds:.1f} s, {batch}"
+    )
+    if traced.settings:
+        _line(console, "settings", ", ".join(f"{key}={value}" for key, value in traced.settings.items()))
+    exact = traced.fidelity
+    _line(
+        console,
+        "fidelity",
+        _exactness(exact.bitwise, exact.max_abs_diff, len(exact.comparisons), "equal to the eager model"),
+    )
+    if report.identity is not None:
+        same = report.identity
+        _line(
+            console,
+            "identity",
+            _exactness(same.bitwise, same.max_abs_diff, len(same.comparisons), "frozen equal to live"),
+        )
+    counts = {name: count for name, count in matched.counts.items() if count}
+    _line(console, "controllers", ", ".join(f"{n} {name}" for name, n in counts.items()) or "none")
+    if matched.controllers:
+        console.print(_controllers(matched.controllers, traced))
+    else:
+        _misses(report, console)
+    findings(report.findings, console)
+
+
+def _exactness(bitwise: bool, difference: float, runs: int, what: str) -> str:
+    return f"{what} bit for bit in {runs} runs" if bitwise else f"not bitwise: up to {difference:.3g} in {runs} runs"
+
+
+def _line(console: Console, label: str, text: str) -> None:
+    console.print(Text(f"{label:<12}", style="bold") + Text(text), soft_wrap=True)
+
+
+def _controllers(controllers: tuple[Controller, ...], traced: TracedModel) -> Table:
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    table.add_column("controller", overflow="fold")
+    table.add_column("pattern", no_wrap=True)
+    table.add_column("coefficients", overflow="fold")
+    table.add_column("domain", no_wrap=True)
+    for name in ("sites", "nodes", "parameters"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for controller in controllers[:_ROWS]:
+        shapes = [
+            f"{c.name} [{', '.join(str(size_text(s, traced)) for s in c.shape)}]" for c in controller.coefficients
+        ]
+        mark = " (partly frozen)" if controller.is_partially_frozen else ""
+        table.add_row(
+            Text(controller.id + mark),
+            controller.pattern,
+            Text("\n".join(shapes)),
+            Text(str(controller.coefficients[0].domain)),
+            str(len(controller.applies)),
+            str(sum(node.op == "call_function" for node in controller.cone)),
+            f"{controller.parameters:,}",
+        )
+    if len(controllers) > _ROWS:
+        table.add_row(f"and {len(controllers) - _ROWS} more, all in --json", *[""] * 6)
+    return table
+
+
+def _misses(report: TraceReport, console: Console) -> None:
+    for result in report.matched.results:
+        for miss in result.near_misses[:1]:
+            console.print(Text(f"  {result.pattern.name}: {miss.reason}"), soft_wrap=True)
+            if miss.source:
+                console.print(Text(f"      {miss.source}", style="dim"), soft_wrap=True)
+
+
+def findings(found: tuple[Finding, ...], console: Console) -> None:
+    for finding in found:
+        console.print(Text(f"{finding.kind:<12}", style="yellow") + Text(f" {finding.text}"), soft_wrap=True)
+        if finding.where:
+            console.print(Text(f"      {finding.where}", style="dim"), soft_wrap=True)
+
+
+def record(recording: Recording, replayed: IdentityReplay, console: Console) -> None:
+    store = recording.store
+    _line(console, "store", f"{store.directory}, {store.size_bytes:,} bytes")
+    kept = len(store.batches) - recording.recorded
+    batches = f"{len(store.batches)} batches of {store.manifest['batch_size']}"
+    _line(
+        console, "inputs", f"{store.manifest['count']:,} in {batches}" + (f", {kept} recorded before" if kept else "")
+    )
+    replay(replayed, console)
+    findings(recording.findings, console)
+
+
+def replay(replayed: IdentityReplay, console: Console) -> None:
+    text = _exactness(
+        replayed.bitwise, replayed.max_abs_diff, len(replayed.comparisons), "replayed from disk, equal to live"
+    )
+    _line(console, "identity", text)
+
+
+def pattern_list(patterns: list[Pattern], console: Console) -> None:
+    width = max(len(pattern.name) for pattern in patterns)
+    for pattern in patterns:
+        console.print(Text(f"{pattern.name:<{width}}", style="bold") + Text(f"  {pattern.summary}"), soft_wrap=True)
+
+
+def outcome(pattern: Pattern, result: Outcome, console: Console) -> None:
+    """One example of a pattern, as a test result."""
+    style = "green" if result.label == "ok" else "red"
+    counts = f"{result.example.expect} expected, {result.found} found"
+    console.print(
+        Text(f"{result.label:<8}", style=style) + Text(f"{pattern.name}: {result.example.why} ({counts})"),
+        soft_wrap=True,
+    )
+    if result.label == "Missing" and result.near_miss is not None:
+        console.print(Text(f"        {result.near_miss.reason}"), soft_wrap=True)
+        if result.near_miss.source:
+            console.print(Text(f"        {result.near_miss.source}", style="dim"), soft_wrap=True)

@@ -1,0 +1,228 @@
+"""One function for each verb, composing the packages; the public calls of fxaudit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fxaudit.controllers.controller import Controller, build_controllers
+from fxaudit.controllers.graphs import Dataflow
+from fxaudit.controllers.match import MatchResult, find_matches
+from fxaudit.controllers.pattern import Pattern, load_patterns
+from fxaudit.controllers.rewrite import FrozenModel, with_observed_domains
+from fxaudit.errors import NoControllerError, UsageError
+from fxaudit.model import load as loading
+from fxaudit.model import trace as tracing
+from fxaudit.model.data import DataSet, load_data
+from fxaudit.model.inputs import resampled
+from fxaudit.model.load import Subject
+from fxaudit.model.settings import exact_numerics
+from fxaudit.model.trace import Comparison, Finding, TracedModel, compare, run_flat
+from fxaudit.replay.run import IdentityReplay, Progress, Recording, replay_identity, require_identity
+from fxaudit.replay.run import record as record_into
+from fxaudit.replay.store import CoefficientStore, open_store
+
+load = loading.load
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """The controllers of a traced model, and for each pattern its matches and near misses."""
+
+    traced: TracedModel
+    patterns: tuple[Pattern, ...]
+    results: tuple[MatchResult, ...]
+    controllers: tuple[Controller, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Controllers by pattern, every pattern named."""
+        found = Counter(controller.pattern for controller in self.controllers)
+        return {pattern.name: found[pattern.name] for pattern in self.patterns}
+
+
+@dataclass(frozen=True, slots=True)
+class TraceReport:
+    """What `fxaudit trace` shows. `identity` is None when there is no controller to freeze."""
+
+    matched: Matched
+    identity: IdentityReplay | None
+
+    @property
+    def traced(self) -> TracedModel:
+        return self.matched.traced
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return (*self.traced.findings, *self.matched.findings)
+
+
+def trace(model: Subject | nn.Module | str, inputs: Any = None, *, seed: int = 0) -> TracedModel:
+    """`model` as one flat ATen graph, compared with the model itself.
+
+    Args:
+        model: a loaded subject, a module (with `inputs`), or what `load` takes.
+        inputs: example inputs: a tensor, a tuple of arguments, or a dict of keyword arguments.
+
+    Raises:
+        LoadError, TraceError: see the errors' own text.
+    """
+    if isinstance(model, str):
+        model = load(model, inputs=inputs, seed=seed)
+    elif isinstance(model, nn.Module):
+        model = loading.subject(model, inputs, seed=seed)
+    elif inputs is not None:
+        raise UsageError(
+            "a loaded subject has inputs already", expected="no `inputs`", found="inputs", remedy="pass them to `load`"
+        )
+    return tracing.trace(model, seed=seed)
+
+
+def match(traced: TracedModel, patterns: Sequence[Pattern | str | Path] | None = None) -> Matched:
+    """The controllers of `traced`: matches of `patterns` (files, folders or loaded ones; by default the shipped
+    library).
+
+    Raises:
+        PatternError: a broken pattern file.
+    """
+    loaded = _patterns(patterns)
+    dataflow = Dataflow(traced.graph_module)
+    results = tuple(find_matches(pattern, dataflow, traced.sample) for pattern in loaded)
+    controllers, findings = build_controllers(results, dataflow)
+    if controllers:
+        controllers = with_observed_domains(traced, controllers)
+    return Matched(traced, tuple(loaded), results, controllers, findings)
+
+
+def _patterns(patterns: Sequence[Pattern | str | Path] | None) -> list[Pattern]:
+    if patterns is None:
+        return load_patterns()
+    loaded = [pattern for pattern in patterns if isinstance(pattern, Pattern)]
+    places = [place for place in patterns if not isinstance(place, Pattern)]
+    return loaded + (load_patterns(*places) if places else [])
+
+
+def freeze(
+    model: Matched | TracedModel | Subject | nn.Module | str,
+    inputs: Any = None,
+    *,
+    patterns: Sequence[Pattern | str | Path] | None = None,
+    seed: int = 0,
+) -> FrozenModel:
+    """`model` with the coefficients of all its controllers as inputs.
+
+    Raises:
+        LoadError, TraceError, PatternError: see the errors' own text.
+        NoControllerError: no pattern matches.
+    """
+    if not isinstance(model, Matched):
+        traced = model if isinstance(model, TracedModel) else trace(model, inputs, seed=seed)
+        model = match(traced, patterns)
+    if not model.controllers:
+        raise _no_controller(model)
+    return FrozenModel(model.traced, model.controllers)
+
+
+def _no_controller(matched: Matched) -> NoControllerError:
+    misses = [
+        f"{result.pattern.name}: {miss.reason}" + (f"\n  {miss.source}" if miss.source else "")
+        for result in matched.results
+        for miss in result.near_misses[:1]
+    ]
+    return NoControllerError(
+        f"no controller found in {matched.traced.subject.source}",
+        expected=f"a match of one of {', '.join(p.name for p in matched.patterns)}",
+        found="nearest misses:\n" + "\n".join(misses) if misses else "nothing like them",
+        remedy="--patterns FILE adds a family of your own; docs/patterns.md shows how to write one",
+    )
+
+
+def inspect(
+    model: Subject | nn.Module | str,
+    inputs: Any = None,
+    *,
+    patterns: Sequence[Pattern | str | Path] | None = None,
+    seed: int = 0,
+) -> TraceReport:
+    """Trace, match and, where there are controllers, replay identity: everything that `fxaudit trace` shows.
+
+    Raises:
+        SelfCheckError: the frozen model does not reproduce the live one.
+    """
+    matched = match(trace(model, inputs, seed=seed), patterns)
+    if not matched.controllers:
+        return TraceReport(matched, None)
+    frozen = FrozenModel(matched.traced, matched.controllers)
+    replayed = identity(frozen, seed=seed)
+    require_identity(replayed, matched.traced.subject.source)
+    return TraceReport(matched, replayed)
+
+
+def identity(frozen: FrozenModel, *, seed: int = 0) -> IdentityReplay:
+    """The frozen model fed its own coefficients, against the live one: example, other inputs, other batches."""
+    traced = frozen.traced
+    example = traced.subject.arguments
+    cases = [("example", example), ("resampled", resampled(example, seed + 1))]
+    if traced.is_batch_dynamic:
+        batch = (traced.sample_count or 1) + 1
+        cases += [(f"batch of {n}", resampled(example, seed + n, n)) for n in (1, batch) if _covers(traced, n, seed)]
+    comparisons: list[Comparison] = []
+    with exact_numerics():
+        for name, arguments in cases:
+            leaves = traced.flatten(arguments)
+            live = run_flat(traced.graph_module, leaves, traced.initial_state)
+            _, values = frozen.run_tapped(leaves)
+            replayed = frozen.run_frozen(leaves, values[: len(frozen.coefficients)])
+            comparisons.append(compare(name, live, replayed))
+    return IdentityReplay(tuple(comparisons))
+
+
+def _covers(traced: TracedModel, batch: int, seed: int) -> bool:
+    from fxaudit.errors import DataError
+
+    try:
+        traced.flatten(resampled(traced.subject.arguments, seed, batch))
+    except DataError:
+        return False
+    return True
+
+
+def record(
+    frozen: FrozenModel,
+    data: DataSet | str | Path | Mapping[str, Any],
+    directory: str | Path,
+    *,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> Recording:
+    """Record the coefficients of `frozen` on `data` into a store in `directory`; a store begun there is continued.
+
+    Args:
+        data: a dict of tensors by input name, or what `--data` takes.
+
+    Raises:
+        DataError: data that does not fit the model.
+        StoreError: the directory holds another recording, or the disk is too small.
+    """
+    loaded = data if isinstance(data, DataSet) else load_data(data, frozen.traced)
+    return record_into(frozen, loaded, Path(directory), batch_size=batch_size, progress=progress)
+
+
+def replay(
+    frozen: FrozenModel, data: DataSet | str | Path | Mapping[str, Any], store: CoefficientStore | str | Path
+) -> IdentityReplay:
+    """Replay `frozen` with its own recorded coefficients and compare with the live model's outputs.
+
+    Raises:
+        DataError: data that does not fit the model.
+        StoreError: the store is incomplete, damaged, or was recorded from something else.
+    """
+    loaded = data if isinstance(data, DataSet) else load_data(data, frozen.traced)
+    opened = store if isinstance(store, CoefficientStore) else open_store(store)
+    return replay_identity(frozen, loaded, opened)
