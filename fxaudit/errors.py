@@ -7,8 +7,9 @@
     ├── PatternError        4  a pattern file is wrong
     │   └── NoControllerError  4  a verb that needs controllers found none
     ├── SelfCheckError      5  a result contradicts what must hold
-    └── DataError           6  inputs do not fit the model
-        └── StoreError      6  a coefficient store is damaged or belongs to something else
+    ├── DataError           6  inputs do not fit the model
+    │   └── StoreError      6  a coefficient store is damaged or belongs to something else
+    └── ExportError         7  a graph could not be exported, or a provider is missing
 
 Each error has four parts (what failed, where, expected and found, what to do next), keeps them as attributes, and
 carries the exit code that the command line ends with.
@@ -97,6 +98,12 @@ class DataError(AuditError):
 
 class StoreError(DataError):
     """A coefficient store is damaged, incomplete, or was recorded from something else."""
+
+
+class ExportError(AuditError):
+    """A graph could not be exported, or a requested execution provider did not run it."""
+
+    exit_code = 7
 
 
 def nearest(word: str, known: list[str] | tuple[str, ...] | set[str] | frozenset[str]) -> str:
