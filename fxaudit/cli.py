@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +15,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fxaudit import __version__, stages
+from fxaudit.audit import audit as run_audit
 from fxaudit.controllers.examples import run_example
 from fxaudit.controllers.pattern import Pattern, library_path, load_patterns
-from fxaudit.errors import AuditError, PatternError, nearest
-from fxaudit.report import as_json, as_text
+from fxaudit.controllers.rewrite import FrozenModel
+from fxaudit.errors import AuditError, DataError, PatternError, UsageError, nearest
+from fxaudit.model.data import DataSet, require_disjoint
+from fxaudit.model.load import Subject
+from fxaudit.replay.dependence import measure_dependence
+from fxaudit.replay.intervene import Intervention, default_interventions, parse_interventions
+from fxaudit.replay.run import IdentityReplay, Recording, require_identity
+from fxaudit.replay.store import open_store
+from fxaudit.report import as_json, as_text, audit_json
+
+AUDIT, REPORT = "audit.json", "report.html"
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -57,18 +68,31 @@ _patterns = click.option(
 )
 _model_options = _options(
     click.argument("model"),
-    click.option(
-        "--weights", type=click.Path(path_type=Path), metavar="FILE", help="Weights to load: a safetensors state dict."
-    ),
-    click.option("--random-init", is_flag=True, help="Build a zoo model without its pretrained weights."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights and inputs."),
+    click.option("--weights", type=click.Path(path_type=Path), metavar="FILE", help="Safetensors weights to load."),
+    click.option("--random-init", is_flag=True, help="Build the model without its pretrained weights."),
+    click.option("--window", type=click.IntRange(min=1), metavar="N", help="Tokens in each input of a text model."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights, inputs and draws."),
     _patterns,
 )
-_data = click.option(
-    "--data",
-    required=True,
-    metavar="DATA",
-    help="A .safetensors or .npz file with an array for each input, file.py:function, `example`, or `resampled:N`.",
+_data_help = (
+    "A .safetensors or .npz file with an array for each input (and `targets`), a .txt file, file.py:function,"
+    " `example`, or `resampled:N`."
+)
+_data_options = _options(
+    click.option("--data", required=True, metavar="DATA", help=_data_help),
+    click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use at most N inputs."),
+    click.option(
+        "--batch-size", type=click.IntRange(min=1), metavar="N", help="Inputs run at once; recorded with them."
+    ),
+)
+_replay_options = _options(
+    click.option("--output", metavar="NAME|INDEX", help="The output that holds the logits."),
+    click.option("--margin", type=click.FloatRange(min=0, min_open=True), help="Effects within it count as none."),
+    click.option(
+        "--interventions",
+        metavar="LIST",
+        help="Comma-separated: identity, reassign, shuffle-tokens, static[:LEVEL], neutral. All by default.",
+    ),
 )
 
 
@@ -77,65 +101,48 @@ _data = click.option(
 def main() -> None:
     """Audit the controllers of a PyTorch model: the parts that compute coefficients from the input.
 
-    MODEL is torchvision:NAME, timm:NAME, path/to/file.py:function or package.module:function (a function that returns a
-    module, or a module and its example inputs).
+    MODEL is torchvision:NAME, timm:NAME, a Hugging Face directory, path/to/file.py:function or package.module:function
+    (a function that returns a module, or a module and its example inputs).
     """
 
 
 @main.command()
 @_model_options
 @_json
-def trace(
-    model: str, weights: Path | None, random_init: bool, seed: int, patterns: tuple[Path, ...], as_json_: bool
-) -> None:
+def trace(as_json_: bool, **options: Any) -> None:
     """Trace MODEL, find its controllers, and check that frozen equals live.
 
     Example: fxaudit trace torchvision:mobilenet_v3_small --random-init
     """
-    subject = stages.load(model, weights=weights, random_init=random_init, seed=seed)
+    subject = _subject(options)
     with _working("tracing"):
-        report = stages.inspect(subject, patterns=patterns or None, seed=seed)
+        report = stages.inspect(subject, patterns=options["patterns"] or None, seed=options["seed"])
     _show(as_json_, lambda: as_json.trace(report), lambda console: as_text.trace(report, console))
 
 
 @main.command()
 @_model_options
-@_data
+@_data_options
 @click.option(
     "-o",
-    "--output",
+    "--store",
     "directory",
     required=True,
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="The store; one begun there is continued.",
+    help="The store to write; one begun there is continued.",
 )
-@click.option("--batch-size", type=int, help="Inputs recorded at once; part of what replay must repeat.")
 @_json
-def record(
-    model: str,
-    weights: Path | None,
-    random_init: bool,
-    seed: int,
-    patterns: tuple[Path, ...],
-    data: str,
-    directory: Path,
-    batch_size: int | None,
-    as_json_: bool,
-) -> None:
+def record(directory: Path, as_json_: bool, **options: Any) -> None:
     """Record the coefficients of MODEL on DATA into a store, and replay them from there.
 
     Example: fxaudit record torchvision:mobilenet_v3_small --random-init --data resampled:8 -o store
     """
-    frozen = _frozen(model, weights, random_init, seed, patterns)
-    loaded = stages.load_data(data, frozen.traced)
+    frozen = _frozen(options)
+    data = stages.load_data(options["data"], frozen.traced).limited(options["limit"])
     with _progress("recording") as advance:
-        recording = stages.record(frozen, loaded, directory, batch_size=batch_size, progress=advance)
-    with _working("replaying"):
-        replayed = stages.replay(frozen, loaded, recording.store)
-    deterministic = not any(finding.kind == "nondeterministic" for finding in recording.findings)
-    if deterministic:
-        stages.require_identity(replayed, model)
+        recording = stages.record(frozen, data, directory, batch_size=options["batch_size"], progress=advance)
+    replayed = _identity(frozen, data, recording, options["model"])
     _show(
         as_json_,
         lambda: as_json.record(recording, frozen.traced, replayed),
@@ -145,39 +152,145 @@ def record(
 
 @main.command()
 @_model_options
-@_data
-@click.option(
-    "--store",
-    required=True,
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="A store written by `fxaudit record`.",
-)
+@_data_options
+@click.option("--calibration", metavar="DATA", help="Other inputs, over which static profiles are averaged.")
+@_replay_options
+@click.option("--store", type=click.Path(path_type=Path), metavar="DIR", help="A store to reuse, or to write.")
 @_json
-def replay(
-    model: str,
-    weights: Path | None,
-    random_init: bool,
-    seed: int,
-    patterns: tuple[Path, ...],
-    data: str,
-    store: Path,
-    as_json_: bool,
-) -> None:
-    """Feed the frozen MODEL its recorded coefficients and compare with the live model, bit for bit.
+def replay(store: Path | None, as_json_: bool, calibration: str | None, **options: Any) -> None:
+    """Replay the frozen MODEL with recorded and with intervened coefficients.
 
-    Example: fxaudit replay torchvision:mobilenet_v3_small --random-init --data resampled:8 --store store
+    Example: fxaudit replay torchvision:mobilenet_v3_small --random-init --data resampled:8
     """
-    frozen = _frozen(model, weights, random_init, seed, patterns)
-    loaded = stages.load_data(data, frozen.traced)
-    with _working("replaying"):
-        replayed = stages.replay(frozen, loaded, store)
-    stages.require_identity(replayed, model)
+    wanted = _interventions(options)
+    frozen = _frozen(options)
+    data = stages.load_data(options["data"], frozen.traced).limited(options["limit"])
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = store or Path(scratch) / "evaluation"
+        with _progress("recording") as advance:
+            recording = stages.record(frozen, data, directory, batch_size=options["batch_size"], progress=advance)
+        replayed = _identity(frozen, data, recording, options["model"])
+        profile = None
+        if calibration is not None:
+            calibrating = stages.load_data(calibration, frozen.traced).limited(options["limit"])
+            require_disjoint(data, calibrating)
+            with _progress("calibrating") as advance:
+                place = Path(scratch) / "calibration"
+                profile = stages.record(frozen, calibrating, place, batch_size=options["batch_size"], progress=advance)
+        found = None
+        if any(intervention.name != "identity" for intervention in wanted):
+            with _progress("replaying") as advance:
+                found = measure_dependence(
+                    frozen,
+                    data,
+                    recording.store,
+                    profile.store if profile is not None else None,
+                    wanted,
+                    seed=options["seed"],
+                    output=options["output"],
+                    margin=options["margin"],
+                    progress=advance,
+                )
     _show(
         as_json_,
-        lambda: as_json.replay(replayed, frozen.traced, loaded.count),
-        lambda console: as_text.replay(replayed, console),
+        lambda: audit_json.replay(frozen, data, replayed, found),
+        lambda console: as_text.replay(replayed, found, console),
     )
+
+
+@main.command()
+@_model_options
+@_data_options
+@click.option("--calibration", required=True, metavar="DATA", help="Other inputs, over which profiles are averaged.")
+@_replay_options
+@click.option(
+    "-o", "--report", "directory", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The report."
+)
+@_json
+def audit(directory: Path, as_json_: bool, calibration: str, **options: Any) -> None:
+    """Audit MODEL: do its coefficients vary, does it depend on them, does the compute that runs depend on the input?
+
+    Example: fxaudit audit FILE.py:build --data evaluation.safetensors --calibration calibration.safetensors -o report
+    """
+    from fxaudit.report import html
+
+    wanted = _interventions(options)
+    report = run_audit(
+        _subject(options),
+        options["data"],
+        calibration,
+        directory,
+        patterns=options["patterns"] or None,
+        interventions=wanted,
+        batch_size=options["batch_size"],
+        limit=options["limit"],
+        output=options["output"],
+        margin=options["margin"],
+        seed=options["seed"],
+        watch=_progress,
+    )
+    found = _finite(audit_json.audit(report))
+    (directory / AUDIT).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    (directory / REPORT).write_text(html.render(found), encoding="utf-8")
+    _show(as_json_, lambda: found, lambda console: as_text.audit(found, directory / REPORT, console))
+
+
+@main.command()
+@_model_options
+@click.option(
+    "--form",
+    type=click.Choice(["live", "bound", "baked"]),
+    multiple=True,
+    help="Which graphs to write; by default all that can be made.",
+)
+@click.option("--profile", type=click.Path(path_type=Path), metavar="STORE", help="The store whose means are baked in.")
+@click.option(
+    "-o", "--onnx", "directory", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The ONNX files."
+)
+@_json
+def export(form: tuple[str, ...], profile: Path | None, directory: Path, as_json_: bool, **options: Any) -> None:
+    """Write MODEL as ONNX: live, bound (coefficients are inputs), baked (coefficients are calibration means).
+
+    Example: fxaudit export torchvision:mobilenet_v3_small --random-init --form live --form bound -o onnx
+    """
+    if "baked" in form and profile is None:
+        raise UsageError(
+            "a baked graph needs a profile",
+            expected="--profile STORE, recorded on calibration data",
+            found="no --profile",
+            remedy="record one: fxaudit record MODEL --data DATA -o STORE",
+        )
+    frozen = _frozen(options)
+    with _working("exporting"):
+        exported = stages.export(frozen, directory, open_store(profile) if profile is not None else None)
+    described = as_json.export(exported, frozen.traced, form)
+    _show(as_json_, lambda: described, lambda console: as_text.export(described, console))
+
+
+@main.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+def report(directory: Path) -> None:
+    """Write report.html again from the audit.json in DIRECTORY.
+
+    Example: fxaudit report report
+    """
+    from fxaudit.report import html
+
+    path = directory / AUDIT
+    try:
+        found = json.loads(path.read_bytes())
+        if found["schema"] != audit_json.AUDIT_SCHEMA:
+            raise ValueError(f"schema {found['schema']}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{directory} holds no audit",
+            where=str(path),
+            expected=f"an audit.json of schema {audit_json.AUDIT_SCHEMA}",
+            found=f"{type(error).__name__}: {error}",
+            remedy="run `fxaudit audit MODEL --data D --calibration C -o DIRECTORY` first",
+        ) from error
+    (directory / REPORT).write_text(html.render(found), encoding="utf-8")
+    click.echo(directory / REPORT)
 
 
 @main.group(cls=_Group)
@@ -269,12 +382,35 @@ def doctor(as_json_: bool) -> None:
 # --- shared ---------------------------------------------------------------------------------------------------------
 
 
-def _frozen(
-    model: str, weights: Path | None, random_init: bool, seed: int, patterns: tuple[Path, ...]
-) -> stages.FrozenModel:
-    subject = stages.load(model, weights=weights, random_init=random_init, seed=seed)
+def _subject(options: dict[str, Any]) -> Subject:
+    return stages.load(
+        options["model"],
+        weights=options["weights"],
+        random_init=options["random_init"],
+        window=options["window"],
+        seed=options["seed"],
+    )
+
+
+def _frozen(options: dict[str, Any]) -> FrozenModel:
+    subject = _subject(options)
     with _working("tracing"):
-        return stages.freeze(subject, patterns=patterns or None, seed=seed)
+        return stages.freeze(subject, patterns=options["patterns"] or None, seed=options["seed"])
+
+
+def _identity(frozen: FrozenModel, data: DataSet, recording: Recording, source: str) -> IdentityReplay:
+    """Identity replay from disk; an error unless it is bitwise, or the live model differs from itself."""
+    with _working("replaying"):
+        replayed = stages.replay(frozen, data, recording.store)
+    if not any(finding.kind == "nondeterministic" for finding in recording.findings):
+        require_identity(replayed, source)
+    return replayed
+
+
+def _interventions(options: dict[str, Any]) -> tuple[Intervention, ...]:
+    if options["interventions"] is None:
+        return default_interventions(options["seed"])
+    return parse_interventions(options["interventions"], options["seed"])
 
 
 def _named(name: str, places: tuple[Path, ...]) -> list[Pattern]:

@@ -18,11 +18,13 @@ from fxaudit.controllers.rewrite import FrozenModel, with_observed_domains
 from fxaudit.errors import NoControllerError, UsageError
 from fxaudit.model import load as loading
 from fxaudit.model import trace as tracing
+from fxaudit.model.compare import Comparison, compare
 from fxaudit.model.data import DataSet, load_data
 from fxaudit.model.inputs import resampled
 from fxaudit.model.load import Subject
 from fxaudit.model.settings import exact_numerics
-from fxaudit.model.trace import Comparison, Finding, TracedModel, compare, run_flat
+from fxaudit.model.trace import Finding, TracedModel, run_flat
+from fxaudit.replay import intervene
 from fxaudit.replay.run import IdentityReplay, Progress, Recording, replay_identity, require_identity
 from fxaudit.replay.run import record as record_into
 from fxaudit.replay.store import CoefficientStore, open_store
@@ -226,3 +228,44 @@ def replay(
     loaded = data if isinstance(data, DataSet) else load_data(data, frozen.traced)
     opened = store if isinstance(store, CoefficientStore) else open_store(store)
     return replay_identity(frozen, loaded, opened)
+
+
+def execute(
+    frozen: FrozenModel, data: DataSet, calibration: CoefficientStore | None, directory: str | Path, *, inputs: int
+) -> Any:
+    """Export live, bound and baked graphs, run them on onnxruntime, and compare counts with the traced graph.
+
+    Baked graphs hold the calibration mean of each unit, where every controller has one.
+
+    Raises:
+        ExportError: the model cannot be exported.
+        SelfCheckError: counts or outputs contradict each other.
+    """
+    from fxaudit.execution import verdict
+
+    exported = export(frozen, directory, calibration)
+    leaves = [_one_input(frozen, data, i) for i in range(min(inputs, data.count))]
+    return verdict.execute(frozen, exported, leaves)
+
+
+def export(frozen: FrozenModel, directory: str | Path, calibration: CoefficientStore | None = None) -> Any:
+    """ONNX files of the live, bound and (with a calibration store) baked graph, in `directory`.
+
+    Raises:
+        ExportError: the model cannot be exported.
+    """
+    from fxaudit.execution.export import export_graphs
+
+    profile = None
+    static = intervene.Intervention("static", "unit")
+    if calibration is not None and not any(intervene.refusal(static, k, 2) for k in frozen.controllers):
+        stored = intervene.static_profiles(calibration, frozen.coefficients, "unit")
+        profile = {c.key: intervene.in_graph_order(stored[c.key], c) for c in frozen.coefficients}
+    return export_graphs(frozen, Path(directory), profile)
+
+
+def _one_input(frozen: FrozenModel, data: DataSet, index: int) -> list[Any]:
+    """One input as a batch of its own, or filled up to the batch that the graph takes."""
+    fixed = frozen.traced.sample
+    leaves, _ = data.leaves(frozen.traced, index, fixed if isinstance(fixed, int) else 1)
+    return leaves

@@ -11,17 +11,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from fxaudit import ops
 from fxaudit.errors import DataError, nearest
 from fxaudit.model.inputs import resampled
 from fxaudit.model.load import _function
 from fxaudit.model.trace import TracedModel
-from fxaudit.provenance import tensor_bytes
+from fxaudit.provenance import tensor_bytes, tensor_digest
 
 FORMS = (
-    "a .safetensors or .npz file with one array for each model input, file.py:function returning a dict of them,"
-    " `example`, or `resampled:N` (N inputs drawn from the example's own elements)"
+    "a .safetensors or .npz file with one array for each model input (and `targets`), a .txt file (bytes, cut into"
+    " windows), file.py:function returning a dict of arrays, `example`, or `resampled:N` (N inputs drawn from the"
+    " example's own elements)"
 )
 TARGETS = "targets"
 _DIGEST_ROWS = 64
@@ -59,13 +61,59 @@ class _Mapped:
 
 
 @dataclass(frozen=True, slots=True)
+class _Head:
+    """The first rows of a column."""
+
+    column: Column
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self.column.rows(start, min(stop, self.count))
+
+
+@dataclass(frozen=True, slots=True)
 class DataSet:
-    """Inputs for one traced model: `count` of them, by the names of its input leaves, and their content hash."""
+    """Inputs for one traced model: `count` of them, by the names of its input leaves, and their content hash.
+
+    `targets` are aligned with the outputs: a class for each input, or for each position the token that follows, -100
+    where none counts.
+    """
 
     source: str
     count: int
     columns: Mapping[str, Column]
     digest: str
+    targets: Column | None = None
+
+    def targets_of(self, start: int, stop: int) -> Tensor | None:
+        """The targets of inputs `start` to `stop`, or None when the data has none."""
+        return None if self.targets is None else self.targets.rows(start, stop)
+
+    def limited(self, count: int | None) -> DataSet:
+        """The first `count` inputs, or all of them."""
+        if count is None or count >= self.count:
+            return self
+        if count < 1:
+            raise DataError(
+                "a limit must leave some inputs", expected="at least 1", found=str(count), remedy="raise it"
+            )
+        columns = {name: _Head(column, count) for name, column in self.columns.items()}
+        targets = None if self.targets is None else _Head(self.targets, count)
+        every = {**columns, **({TARGETS: targets} if targets is not None else {})}
+        return DataSet(self.source, count, columns, _digest(every), targets)
+
+    def row_digests(self) -> list[str]:
+        """SHA-256 of each input's own values, by which overlapping data sets are recognised."""
+        digests = []
+        for start in range(0, self.count, _DIGEST_ROWS):
+            stop = min(start + _DIGEST_ROWS, self.count)
+            rows = {name: column.rows(start, stop) for name, column in sorted(self.columns.items())}
+            for i in range(stop - start):
+                digests.append(tensor_digest(row[i] for row in rows.values()))
+        return digests
 
     def leaves(self, traced: TracedModel, start: int, size: int) -> tuple[list[Any], int]:
         """The input leaves of `size` inputs from `start` on, and how many of them are real.
@@ -116,6 +164,8 @@ def load_data(place: str | Path | Mapping[str, Any], traced: TracedModel) -> Dat
             found="no such file",
             remedy="check --data and the working directory",
         )
+    if path.suffix == ".txt":
+        return _checked(text, _text(path, traced), traced)
     readers = {".safetensors": _safetensors, ".npz": _npz}
     if path.suffix not in readers:
         raise DataError(
@@ -176,6 +226,95 @@ def _npz(path: Path) -> dict[str, Column]:
         ) from error
 
 
+def _text(path: Path, traced: TracedModel) -> dict[str, Column]:
+    """A text in windows of the traced length, each with the tokens that follow as its targets.
+
+    Tokens are those of the model's own tokenizer, or bytes for a model with 256 classes. Windows do not overlap; what
+    is left at the end is shorter than a window and is not used.
+    """
+    names = [name for name in batched_inputs(traced) if _is_token_input(traced, name)]
+    if len(names) != 1 or len(batched_inputs(traced)) != 1:
+        raise DataError(
+            f"{path} is text, which {traced.subject.source} does not take",
+            expected="a model with one input of token ids, [inputs, tokens]",
+            found=", ".join(batched_inputs(traced)) or "no batched input",
+            remedy="give the arrays in a .safetensors file, one for each input",
+        )
+    window = _window(traced, names[0])
+    data = _tokens(path, traced)
+    count = (len(data) - 1) // window
+    if count < 1:
+        raise DataError(
+            f"{path} is too short",
+            expected=f"more than {window} tokens, one window of the traced length",
+            found=f"{len(data)} tokens",
+            remedy="name a longer text, or a shorter --window",
+        )
+    ids = data[: count * window].view(count, window)
+    following = data[1 : count * window + 1].view(count, window)
+    return {names[0]: _Tokens(ids), TARGETS: _Tokens(following)}
+
+
+def _tokens(path: Path, traced: TracedModel) -> Tensor:
+    directory = traced.subject.tokenizer
+    if directory is not None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return torch.tensor(tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
+    classes = {size[-1] for node in traced.output_leaves() if isinstance(node, Node) and (size := ops.sizes(node))}
+    if 256 not in classes:
+        raise DataError(
+            f"{path} is text, and {traced.subject.source} comes without a tokenizer",
+            expected="a directory with the model's tokenizer, or a model over bytes (256 classes)",
+            found=f"outputs with {', '.join(map(str, sorted(classes, key=str)))} classes",
+            remedy="give token ids and `targets` in a .safetensors file",
+        )
+    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Tokens, widened to int64 when they are read."""
+
+    tensor: Tensor
+
+    def __len__(self) -> int:
+        return self.tensor.shape[0]
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self.tensor[start:stop].long()
+
+
+def _is_token_input(traced: TracedModel, name: str) -> bool:
+    node = traced.placeholders()[traced.input_names.index(name)]
+    return ops.dtype(node) == torch.int64 and len(ops.sizes(node) or ()) == 2
+
+
+def _window(traced: TracedModel, name: str) -> int:
+    size = (ops.sizes(traced.placeholders()[traced.input_names.index(name)]) or ())[1]
+    if not isinstance(size, int):
+        raise DataError("the traced length is not fixed", expected="a number", found=str(size), remedy="trace with one")
+    return size
+
+
+def require_disjoint(evaluation: DataSet, calibration: DataSet) -> None:
+    """Raise when an input is in both data sets: a profile must come from inputs that it is not tested on.
+
+    Raises:
+        DataError: with the number of common inputs.
+    """
+    common = set(evaluation.row_digests()) & set(calibration.row_digests())
+    if common:
+        raise DataError(
+            "calibration and evaluation data overlap",
+            where=f"{calibration.source}\n{evaluation.source}",
+            expected="no common input",
+            found=f"{len(common)} inputs that are in both",
+            remedy="split the data, by file where inputs of one file resemble each other",
+        )
+
+
 def batched_inputs(traced: TracedModel) -> list[str]:
     """The names of the input leaves that have an input axis."""
     names = []
@@ -211,7 +350,9 @@ def _checked(source: str, columns: dict[str, Column], traced: TracedModel) -> Da
     for node, name in zip(traced.placeholders(), traced.input_names, strict=True):
         if name in columns:
             _check_column(source, name, columns[name].rows(0, 1), node)
-    return DataSet(source, next(iter(counts.values())), {n: columns[n] for n in wanted}, _digest(columns))
+    count = next(iter(counts.values()))
+    inputs = {name: columns[name] for name in wanted}
+    return DataSet(source, count, inputs, _digest(columns), columns.get(TARGETS))
 
 
 def _check_column(source: str, name: str, row: Tensor, node: Any) -> None:

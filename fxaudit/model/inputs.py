@@ -82,6 +82,21 @@ def with_batch_of_two(arguments: Arguments, seed: int) -> Arguments:
     return map_tensors(lambda tensor: torch.cat([tensor, next(other)]), arguments)
 
 
+def with_window(arguments: Arguments, window: int, seed: int) -> Arguments:
+    """`arguments` with every tensor of whole numbers [inputs, tokens] cut or filled up to `window` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def resize(tensor: Tensor) -> Tensor:
+        if tensor.ndim != 2 or tensor.is_floating_point() or tensor.shape[1] == window:
+            return tensor
+        if tensor.shape[1] > window:
+            return tensor[:, :window].contiguous()
+        choice = torch.randint(tensor.shape[1], (window - tensor.shape[1],), generator=generator)
+        return torch.cat([tensor, tensor[:, choice]], 1)
+
+    return map_tensors(resize, arguments)
+
+
 def cloned(arguments: Arguments) -> Arguments:
     """A copy that a model may write to."""
     return map_tensors(lambda tensor: tensor.detach().clone(memory_format=torch.preserve_format), arguments)

@@ -12,7 +12,7 @@ import pickletools
 import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 from fxaudit.errors import LoadError, nearest
-from fxaudit.model.inputs import Arguments, as_arguments, with_batch_of_two
+from fxaudit.model import hugging_face
+from fxaudit.model.inputs import Arguments, as_arguments, with_batch_of_two, with_window
 
 FORMS = (
-    "torchvision:NAME, timm:NAME, path/to/file.py:function or package.module:function"
+    "torchvision:NAME, timm:NAME, a Hugging Face directory, path/to/file.py:function or package.module:function"
     " (a function that returns a module, or a module and its example inputs)"
 )
 _ZOOS = ("torchvision", "timm")
@@ -36,11 +37,13 @@ class Subject:
     """The model under audit.
 
     `arguments` are the example inputs (positional, keyword); their first axis is the input axis where they share one.
+    `tokenizer` is the directory of the model's own tokenizer, for data given as text.
     """
 
     source: str
     module: nn.Module
     arguments: Arguments
+    tokenizer: Path | None = None
 
     @property
     def parameter_count(self) -> int:
@@ -48,7 +51,13 @@ class Subject:
 
 
 def load(
-    model: str, *, weights: str | Path | None = None, random_init: bool = False, seed: int = 0, inputs: Any = None
+    model: str,
+    *,
+    weights: str | Path | None = None,
+    random_init: bool = False,
+    seed: int = 0,
+    inputs: Any = None,
+    window: int | None = None,
 ) -> Subject:
     """The subject that `model` names; see `FORMS`.
 
@@ -57,6 +66,7 @@ def load(
         random_init: build a zoo model without its pretrained weights (no download).
         seed: seeds the construction of the module and random example inputs.
         inputs: example inputs (a tensor, tuple or dict) that replace the model's own.
+        window: the number of tokens of each example input, for models that take token ids.
 
     Raises:
         LoadError: with what the name was taken for, and what would work.
@@ -68,7 +78,10 @@ def load(
             load_weights(module, Path(weights))
         if inputs is None:
             inputs = own() if callable(own) else own
-        return subject(module, inputs, source=model, seed=seed)
+        made = subject(module, inputs, source=model, seed=seed)
+    if window is not None:
+        made = replace(made, arguments=with_window(made.arguments, window, seed))
+    return replace(made, tokenizer=hugging_face.tokenizer_directory(Path(model)))
 
 
 def subject(module: nn.Module, inputs: Any, *, source: str = "", seed: int = 0) -> Subject:
@@ -97,13 +110,7 @@ def _build(model: str, *, pretrained: bool) -> tuple[nn.Module, Any]:
     if scheme and name:
         return _call(model, _function(model))
     if path.is_dir():
-        raise LoadError(
-            f"{model} is a directory",
-            expected=FORMS,
-            found="a directory" + (" with a config.json" if (path / "config.json").exists() else ""),
-            remedy="write a function that returns (AutoModel.from_pretrained(directory), inputs) and name it as"
-            " file.py:function",
-        )
+        return hugging_face.load_directory(path, pretrained=pretrained)
     if path.suffix == ".py" and path.exists():
         raise LoadError(
             f"{model} names a file but no function in it",

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from fxaudit import ops
 from fxaudit.axes import Size, plain_size
 from fxaudit.errors import DataError, TraceError
+from fxaudit.model.compare import Comparison, compare
 from fxaudit.model.inputs import Arguments, batch_of, cloned, resampled, tensors_of
 from fxaudit.model.load import Subject
 from fxaudit.model.settings import exact_numerics, quiet_torch, traceable
@@ -39,15 +40,6 @@ class Finding:
     kind: str
     text: str
     where: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """How two runs of what should be the same computation differ."""
-
-    inputs: str
-    max_abs_diff: float
-    bitwise: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +159,13 @@ class TracedModel:
         return pytree.tree_unflatten(list(leaves), self.out_spec)
 
     def placeholders(self) -> list[Node]:
+        """The nodes of the input leaves, in order."""
         return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    def output_leaves(self) -> list[Any]:
+        """The output leaves in order: nodes, and constants such as None."""
+        (node,) = (node for node in self.graph.nodes if node.op == "output")
+        return list(node.args[0])
 
 
 def trace(subject: Subject, *, seed: int = 0) -> TracedModel:
@@ -450,43 +448,6 @@ def run_flat(module: nn.Module, leaves: list[Any], state: dict[str, Tensor]) -> 
 def written_inputs(module: nn.Module) -> bool:
     """Whether a graph writes to one of its inputs, as the model that it was traced from does."""
     return isinstance(module, GraphModule) and any(node.args[0].op == "placeholder" for node in _writes(module.graph))
-
-
-def compare(name: str, expected: list[Any] | tuple[Any, ...], found: list[Any] | tuple[Any, ...]) -> Comparison:
-    """How two lists of output leaves differ: the largest absolute difference, and whether every bit agrees."""
-    if len(expected) != len(found):
-        return Comparison(name, float("inf"), False)
-    worst, bitwise = 0.0, True
-    for a, b in zip(expected, found, strict=True):
-        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-            same = not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
-            worst, bitwise = (worst, bitwise) if same else (float("inf"), False)
-        elif a.shape != b.shape or a.dtype != b.dtype:
-            return Comparison(name, float("inf"), False)
-        elif not same_bits(a, b):
-            bitwise = False
-            worst = max(worst, _max_abs_diff(a, b))
-    return Comparison(name, worst, bitwise)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors agree bit for bit: equal NaNs are equal, and 0.0 is not -0.0."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    a, b = a.detach().contiguous(), b.detach().contiguous()
-    if a.dtype == torch.bool or not a.numel():
-        return torch.equal(a, b)
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def _max_abs_diff(a: Tensor, b: Tensor) -> float:
-    if a.dtype == torch.bool:
-        return float((a != b).any())
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    difference = (a.to(wide) - b.to(wide)).abs()
-    # Where both are the same infinity or NaN there is no difference; where only one is, it is infinite.
-    difference = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(difference), difference)
-    return float(difference.nan_to_num(nan=float("inf")).max()) if difference.numel() else 0.0
 
 
 def _is_floating(value: Any) -> bool:

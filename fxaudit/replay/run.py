@@ -9,9 +9,10 @@ from typing import Any
 
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.errors import DataError, SelfCheckError, StoreError
+from fxaudit.model.compare import Comparison, compare
 from fxaudit.model.data import DataSet
 from fxaudit.model.settings import exact_numerics
-from fxaudit.model.trace import Comparison, Finding, compare, run_flat
+from fxaudit.model.trace import Finding, run_flat
 from fxaudit.provenance import environment, tensor_digest
 from fxaudit.replay import store
 from fxaudit.replay.store import CoefficientStore

@@ -96,6 +96,27 @@ class CoefficientStore:
         tensors, strides = self._read(batch)
         return [from_samples(tensors[c.key], c, strides[c.key]) for c in coefficients]
 
+    def rows(self, keys: Sequence[str], inputs: Sequence[int]) -> dict[str, Tensor]:
+        """The recorded tensors of given inputs by key, in that order, input axis first.
+
+        Raises:
+            StoreError: a shard is missing or differs from what was recorded.
+        """
+        size = int(self.manifest["batch_size"])
+        places = [divmod(i, size) for i in inputs]
+        parts: dict[str, list[Tensor | None]] = {key: [None] * len(places) for key in keys}
+        for index in sorted({batch for batch, _ in places}):
+            tensors = self.samples(self.batches[index])
+            for row, (batch, offset) in enumerate(places):
+                if batch == index:
+                    for key in keys:
+                        parts[key][row] = tensors[key][offset]
+        return {key: torch.stack([part for part in rows if part is not None]) for key, rows in parts.items()}
+
+    def strides(self, batch: Batch) -> dict[str, list[int]]:
+        """The strides that each tensor of a batch had in the graph."""
+        return self._read(batch)[1]
+
     def _read(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
         path = self.directory / batch.file
         if batch.index not in self.shards or not path.exists():
@@ -130,13 +151,13 @@ def describe(coefficient: Coefficient) -> dict[str, Any]:
         "node": coefficient.node.name,
         "dtype": str(coefficient.dtype).removeprefix("torch."),
         "dimensions": ["*".join(axis) for axis in coefficient.axes],
-        "axes": _stored_axes(coefficient),
+        "axes": stored_axes(coefficient),
         "roles": dict(coefficient.roles),
         "domain": str(coefficient.domain),
     }
 
 
-def _stored_axes(coefficient: Coefficient) -> list[str]:
+def stored_axes(coefficient: Coefficient) -> list[str]:
     """The axis names of the stored tensor: factored, the input axis first."""
     factors = [name for axis in coefficient.axes for name in axis]
     sample = factors.index(coefficient.sample_axis)

@@ -9,7 +9,8 @@ from fxaudit.axes import Size
 from fxaudit.controllers.controller import Coefficient, Controller
 from fxaudit.controllers.match import NearMiss
 from fxaudit.execution.flops import count_flops
-from fxaudit.model.trace import Comparison, Finding, TracedModel
+from fxaudit.model.compare import Comparison
+from fxaudit.model.trace import Finding, TracedModel
 from fxaudit.provenance import environment
 from fxaudit.replay.run import IdentityReplay, Recording
 from fxaudit.stages import Matched, TraceReport
@@ -46,7 +47,7 @@ def trace(report: TraceReport) -> dict[str, Any]:
         "other": {},
         "controllers": [_controller(controller, traced) for controller in matched.controllers],
         "near_misses": _near_misses(matched),
-        "findings": [_finding(finding) for finding in report.findings],
+        "findings": [finding(found) for found in report.findings],
         "provenance": provenance(traced),
     }
 
@@ -67,16 +68,25 @@ def record(recording: Recording, traced: TracedModel, replayed: IdentityReplay) 
         "bytes": store.size_bytes,
         "coefficients": list(store.manifest["coefficients"].values()),
         "identity": identity(replayed),
-        "findings": [_finding(finding) for finding in recording.findings],
+        "findings": [finding(found) for found in recording.findings],
         "provenance": provenance(traced),
     }
 
 
-def replay(replayed: IdentityReplay, traced: TracedModel, inputs: int) -> dict[str, Any]:
+def export(exported: Any, traced: TracedModel, forms: tuple[str, ...]) -> dict[str, Any]:
+    """The JSON of `fxaudit export`; files of forms that were not asked for are removed."""
+    files = {}
+    for form, path in exported.files.items():
+        if forms and form not in forms:
+            path.unlink()
+        else:
+            files[form] = str(path)
     return {
-        "schema": "fxaudit.replay/1",
-        "inputs": inputs,
-        "identity": identity(replayed),
+        "schema": "fxaudit.export/1",
+        "files": files,
+        "inputs": list(traced.input_names),
+        "outputs": list(traced.output_names),
+        "removed": exported.removed_json(),
         "provenance": provenance(traced),
     }
 
@@ -153,5 +163,5 @@ def _near_miss(miss: NearMiss) -> dict[str, Any]:
     }
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
-    return {"kind": finding.kind, "text": finding.text, "where": finding.where}
+def finding(found: Finding) -> dict[str, Any]:
+    return {"kind": found.kind, "text": found.text, "where": found.where}

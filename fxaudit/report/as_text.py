@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -10,8 +14,10 @@ from fxaudit.controllers.controller import Controller
 from fxaudit.controllers.examples import Outcome
 from fxaudit.controllers.pattern import Pattern
 from fxaudit.model.trace import Finding, TracedModel
+from fxaudit.replay.dependence import Dependence, ReplayResult
 from fxaudit.replay.run import IdentityReplay, Recording
 from fxaudit.report.as_json import size_text
+from fxaudit.report.claims import claims
 from fxaudit.stages import TraceReport
 
 _ROWS = 40
@@ -107,15 +113,75 @@ def record(recording: Recording, replayed: IdentityReplay, console: Console) -> 
     _line(
         console, "inputs", f"{store.manifest['count']:,} in {batches}" + (f", {kept} recorded before" if kept else "")
     )
-    replay(replayed, console)
+    identity(replayed, console)
     findings(recording.findings, console)
 
 
-def replay(replayed: IdentityReplay, console: Console) -> None:
+def identity(replayed: IdentityReplay, console: Console) -> None:
     text = _exactness(
         replayed.bitwise, replayed.max_abs_diff, len(replayed.comparisons), "replayed from disk, equal to live"
     )
     _line(console, "identity", text)
+
+
+def replay(replayed: IdentityReplay, found: Dependence | None, console: Console) -> None:
+    """What `fxaudit replay` prints."""
+    identity(replayed, console)
+    if found is None:
+        return
+    base = found.baseline
+    accuracy = f", accuracy {base.accuracy:.4f}" if base.accuracy is not None else ""
+    _line(console, "baseline", f"{base.metric} {base.mean:.6f} over {len(base.per_input)} inputs{accuracy}")
+    console.print(_effects([r for r in found.results if r.scope == "joint"], "controllers", found.outcome))
+    console.print(_effects([r for r in found.results if r.scope == "controller"], "controller", found.outcome))
+
+
+def _effects(results: list[ReplayResult], scope: str, outcome: Callable[[ReplayResult], str]) -> Table:
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    table.add_column("intervention", no_wrap=True)
+    table.add_column(scope, overflow="fold")
+    table.add_column("effect", justify="right", no_wrap=True)
+    table.add_column("95 % interval", overflow="fold")
+    table.add_column("adjusted p", justify="right", no_wrap=True)
+    table.add_column("outcome", no_wrap=True)
+    for result in results:
+        who = f"all {len(result.controllers)}" if result.scope == "joint" else result.controllers[0]
+        if result.refused is not None:
+            table.add_row(result.label, Text(who), "refused", Text(result.refused), "", "")
+            continue
+        low_high = result.interval
+        interval = "not resolvable" if low_high is None else f"[{low_high[0]:+.4g}, {low_high[1]:+.4g}]"
+        p = "" if result.adjusted_p is None else f"{result.adjusted_p:.4f}"
+        table.add_row(result.label, Text(who), f"{result.delta:+.4g}", Text(interval), p, outcome(result))
+    return table
+
+
+def audit(found: dict[str, Any], report: Path, console: Console) -> None:
+    """The three claims, from the JSON of an audit."""
+    _line(console, "model", f"{found['model']['source']}, {found['model']['parameters']:,} parameters")
+    counts = {name: count for name, count in found["counts"].items() if count}
+    _line(console, "controllers", ", ".join(f"{count} {name}" for name, count in counts.items()))
+    same = found["identity"]
+    _line(
+        console,
+        "identity",
+        _exactness(
+            same["bitwise"], same["max_abs_diff"], len(same["comparisons"]), "replayed from disk, equal to live"
+        ),
+    )
+    for claim, sentence in claims(found).items():
+        _line(console, claim, f"{found['verdict'][claim]}: {sentence}")
+    findings(tuple(Finding(f["kind"], f["text"], f["where"]) for f in found["findings"]), console)
+    _line(console, "report", str(report))
+
+
+def export(described: dict[str, Any], console: Console) -> None:
+    """What `fxaudit export` prints."""
+    for form, path in described["files"].items():
+        _line(console, form, path)
+    removed = described["removed"]
+    nodes, parameters = (sum(row[key] for row in removed) for key in ("nodes", "parameters"))
+    _line(console, "removed", f"{nodes} nodes and {parameters:,} parameters in {len(removed)} modules")
 
 
 def pattern_list(patterns: list[Pattern], console: Console) -> None:

@@ -1,0 +1,146 @@
+"""How well outputs fit their targets, or how far they are from the live outputs: one number for each input, in float64.
+
+    nll             targets [inputs, positions]: mean over valid positions of -log p(target), in nats
+    cross-entropy   targets [inputs]: -log p(class), in nats, with accuracy beside it
+    kl              no targets: mean over positions of KL(live || replayed), in nats
+
+Outputs may be logits, probabilities or log-probabilities: the op that made them tells which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fxaudit import ops
+from fxaudit.errors import DataError, nearest
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Values of a batch, one for each input; `accuracy` is the share of right answers where there are targets.
+
+    `weight` is the number of valid targets of each input.
+    """
+
+    values: Tensor
+    accuracy: Tensor | None
+    weight: Tensor
+
+
+def output_form(node: Node) -> str:
+    """What an output holds, by the op that made it: ``probabilities`` after a softmax over its last axis,
+    ``log-probabilities`` after a log-softmax, otherwise ``logits``."""
+    while ops.in_class(node, "layout") and ops.operands(node) and len(ops.sizes(node) or ()) > 1:
+        source = ops.operands(node)[0]
+        if (ops.sizes(source) or ())[-1:] != (ops.sizes(node) or ())[-1:]:
+            break
+        node = source
+    name = ops.op_name(node)
+    rank = len(ops.sizes(node) or ())
+    if name in ("softmax", "log_softmax") and rank and ops.attributes(node)["dim"] % rank == rank - 1:
+        return "probabilities" if name == "softmax" else "log-probabilities"
+    return "logits"
+
+
+def log_probabilities(values: Tensor, form: str) -> Tensor:
+    """Log-probabilities in float64 of an output of the given form.
+
+    A probability that has underflowed to 0 counts as the smallest normal number of its dtype.
+    """
+    match form:
+        case "probabilities":
+            return values.double().clamp(min=torch.finfo(values.dtype).tiny).log()
+        case "log-probabilities":
+            return values.double()
+    return torch.log_softmax(values.double(), -1)
+
+
+def metric_name(targets: Tensor | None) -> str:
+    """The metric that the targets of a data set call for."""
+    if targets is None:
+        return "kl"
+    return "cross-entropy" if targets.ndim == 1 else "nll"
+
+
+def score(logits: Tensor, targets: Tensor | None, live: Tensor | None = None, form: str = "logits") -> Score:
+    """Score `logits` ([inputs, classes] or [inputs, positions, classes]) against targets, or against the live logits.
+
+    Both are of the given form; see `output_form`.
+
+    Raises:
+        DataError: shapes that do not go together, targets out of range, or an input without a valid target.
+    """
+    if targets is None:
+        if live is None:
+            raise DataError("there is nothing to compare with", expected="targets or live outputs", found="neither")
+        return _kl(log_probabilities(live, form), log_probabilities(logits, form))
+    if tuple(targets.shape) != tuple(logits.shape[:-1]):
+        raise DataError(
+            "the targets do not fit the output",
+            expected=f"{list(logits.shape[:-1])}, one class for each of the output's distributions",
+            found=f"{list(targets.shape)}",
+            remedy="name the output that holds the logits with --output, or align the targets",
+        )
+    valid = targets != IGNORED
+    if not bool(((targets >= 0) & (targets < logits.shape[-1]))[valid].all()):
+        raise DataError(
+            "a target is no class of the output",
+            expected=f"0 to {logits.shape[-1] - 1}, or {IGNORED} for positions that do not count",
+            found=f"values from {int(targets.min())} to {int(targets.max())}",
+            remedy="check the tokenizer or the label order",
+        )
+    log_p = log_probabilities(logits, form)
+    chosen = log_p.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    right = (logits.argmax(-1) == targets).double()
+    axes = tuple(range(1, targets.ndim))
+    weight = valid.sum(axes).double() if axes else valid.double()
+    if bool((weight == 0).any()):
+        raise DataError("an input has no valid target", expected=f"some target other than {IGNORED}", found="none")
+    mean = lambda values: (values * valid).sum(axes) / weight if axes else values * valid  # noqa: E731
+    return Score(mean(-chosen), mean(right), weight)
+
+
+def _kl(p: Tensor, q: Tensor) -> Score:
+    # Never negative but for rounding of equal distributions.
+    divergence = (p.exp() * (p - q)).sum(-1).clamp(min=0)
+    axes = tuple(range(1, divergence.ndim))
+    values = divergence.mean(axes) if axes else divergence
+    positions = divergence[0].numel()
+    return Score(values, None, torch.full_like(values, float(positions)))
+
+
+def choose_output(leaves: Sequence[Any], names: Sequence[str], asked: str | None = None) -> int:
+    """The position of the output that holds the logits: the one asked for, one called ``logits``, or the first float.
+
+    Raises:
+        DataError: no such output, or none with classes along its last axis.
+    """
+    usable = [
+        i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1
+    ]
+    if asked is not None:
+        position = int(asked) if asked.isdigit() else next((i for i, name in enumerate(names) if name == asked), None)
+        if position is not None and position in usable:
+            return position
+        raise DataError(
+            f"the model has no output `{asked}` that can hold logits{nearest(asked, list(names))}",
+            expected=", ".join(f"{names[i]} ({i})" for i in usable) or "a floating-point output with a class axis",
+            found=asked,
+            remedy="name one of these with --output",
+        )
+    if not usable:
+        raise DataError(
+            "the model has no output that can hold logits",
+            expected="a floating-point output with classes along its last axis",
+            found=", ".join(names),
+            remedy="audit a model with a head, or wrap it",
+        )
+    return next((i for i in usable if names[i] == "logits"), usable[0])

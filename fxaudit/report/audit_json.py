@@ -1,0 +1,147 @@
+"""The JSON of `fxaudit audit` and of `fxaudit replay`: schema ``fxaudit.audit/1`` and ``fxaudit.replay/1``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fxaudit.audit import AuditReport
+from fxaudit.controllers.rewrite import FrozenModel
+from fxaudit.model.data import DataSet
+from fxaudit.replay.dependence import Dependence, ReplayResult
+from fxaudit.replay.run import IdentityReplay
+from fxaudit.replay.variation import PatternVariation, Variation
+from fxaudit.report import as_json
+from fxaudit.report.claims import QUESTIONS
+from fxaudit.stages import TraceReport
+
+AUDIT_SCHEMA = "fxaudit.audit/1"
+
+
+def audit(report: AuditReport) -> dict[str, Any]:
+    """Everything that the audit found, and everything needed to find it again."""
+    traced = as_json.trace(TraceReport(report.matched, report.identity))
+    return {
+        **traced,
+        "schema": AUDIT_SCHEMA,
+        "verdict": report.verdict,
+        "questions": QUESTIONS,
+        "data": {
+            "evaluation": _data(report.data),
+            "calibration": _data(report.calibration),
+            "batch_size": report.options["batch_size"],
+        },
+        "variation": variation(report.variation),
+        "dependence": dependence(report.dependence),
+        "execution": _execution(report),
+        "findings": [as_json.finding(finding) for finding in report.findings],
+        "provenance": {
+            **traced["provenance"],
+            "options": report.options,
+            "seconds": report.seconds,
+            "patterns": {pattern.name: pattern.digest for pattern in report.matched.patterns},
+        },
+    }
+
+
+def replay(frozen: FrozenModel, data: DataSet, identity: IdentityReplay, found: Dependence | None) -> dict[str, Any]:
+    """The JSON of `fxaudit replay`: identity alone, or every intervention as well."""
+    return {
+        "schema": "fxaudit.replay/1",
+        "inputs": data.count,
+        "identity": as_json.identity(identity),
+        **(dependence(found) if found is not None else {"baseline": None, "interventions": []}),
+        "provenance": as_json.provenance(frozen.traced),
+    }
+
+
+def variation(found: Variation) -> dict[str, Any]:
+    """Layer identity at every level, then each controller."""
+    return {
+        "verdict": found.verdict,
+        "inputs": found.inputs,
+        "layer_identity": [_pattern(p) for p in found.patterns],
+        "layer_identity_overall": _pattern(found.overall) if found.overall is not None else None,
+        "controllers": [
+            {
+                "id": c.controller,
+                "pattern": c.pattern,
+                "mean": c.mean,
+                "std": c.std,
+                "min": c.minimum,
+                "max": c.maximum,
+                "saturated": c.saturated,
+                "shares": c.shares,
+                "unit_means": list(c.unit_means),
+                "position_means": list(c.position_means),
+            }
+            for c in found.controllers
+        ],
+        "skipped": list(found.skipped),
+    }
+
+
+def _pattern(found: PatternVariation) -> dict[str, Any]:
+    return {
+        "pattern": found.pattern,
+        "controllers": found.controllers,
+        "domain": found.domain,
+        "share": found.layer_share,
+    }
+
+
+def dependence(found: Dependence) -> dict[str, Any]:
+    """The baseline and every intervention with its effect; permutations are those that were used."""
+    base = found.baseline
+    return {
+        "verdict": found.verdict,
+        "margin": found.margin,
+        "inert": list(found.inert),
+        "baseline": {
+            "metric": base.metric,
+            "output": base.output,
+            "form": base.form,
+            "mean": base.mean,
+            "token_weighted": base.token_weighted,
+            "accuracy": base.accuracy,
+            "per_input": list(base.per_input),
+        },
+        "interventions": [_result(result, found) for result in found.results],
+        "permutations": {
+            "donors": found.permutations.donors.tolist(),
+            "positions": {str(n): p.tolist() for n, p in found.permutations.positions.items()},
+        },
+    }
+
+
+def _result(result: ReplayResult, found: Dependence) -> dict[str, Any]:
+    return {
+        "name": result.intervention,
+        "level": result.level,
+        "scope": result.scope,
+        "controllers": list(result.controllers),
+        "feedback": "frozen",
+        "discrete": result.discrete,
+        "seed": result.seed,
+        "metric": result.metric,
+        "delta": result.delta,
+        "interval": list(result.interval) if result.interval is not None else None,
+        "p": result.p,
+        "adjusted_p": result.adjusted_p,
+        "accuracy": result.accuracy,
+        "changed": result.changed,
+        "outcome": found.outcome(result),
+        "refused": result.refused,
+        "per_input": list(result.per_input),
+    }
+
+
+def _data(data: DataSet) -> dict[str, Any]:
+    return {"source": data.source, "inputs": data.count, "digest": data.digest, "targets": data.targets is not None}
+
+
+def _execution(report: AuditReport) -> dict[str, Any]:
+    if report.execution is None:
+        error = report.execution_error
+        return {"verdict": report.verdict["execution"], "error": str(error) if error is not None else None}
+    found: dict[str, Any] = report.execution.to_json()
+    return found
