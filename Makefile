@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN = py="$$(.ci/env)" && "$$py" -m
 
 .DEFAULT_GOAL := help
-.PHONY: help env test slow lint format wheel constraints clean
+.PHONY: help env demo test slow example-ocr lint format wheel constraints clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -18,12 +18,24 @@ help:  ## list the targets
 env:  ## build the environment if need be and print its Python
 	@.ci/env
 
+demo:  ## audit the embedded trained model into ./demo-report/
+	$(RUN) fxaudit audit examples/featuregate/model.py:trained --data examples/featuregate/evaluation.txt \
+	    --calibration examples/featuregate/calibration.txt --limit 64 --batch-size 8 -o demo-report
+
 # pytest comes last, so that its summary is the last line.
 test: lint  ## lint, then the fast tests; ARGS="..." goes to pytest
 	$(RUN) pytest -n 2 $(ARGS)
 
 slow:  ## the slow tests; ARGS="..." goes to pytest
 	$(RUN) pytest -m slow $(ARGS)
+
+# The packages of the example are installed beside the environment, not into it: their own dependencies are not needed.
+example-ocr:  ## audit a third-party classifier with trained squeeze-excite gates into ./ocr-report/
+	py="$$(.ci/env)" && packages="$$(dirname "$$(dirname "$$py")")/ocr" && \
+	{ [ -d "$$packages/rapidocr" ] || "$$py" -m pip install -q --no-deps --target "$$packages" rapidocr==3.10.0; } && \
+	PYTHONPATH="$$packages" "$$py" -m fxaudit audit examples/ocr_direction/model.py:trained \
+	    --data examples/ocr_direction/model.py:evaluation --calibration examples/ocr_direction/model.py:calibration \
+	    --margin 0.05 -o ocr-report
 
 lint:  ## style, format and types, changing nothing
 	$(RUN) ruff check .
@@ -47,5 +59,5 @@ constraints:  ## resolve all dependencies anew into .ci/constraints.txt
 	cp "$$tmp/pins" .ci/constraints.txt
 
 clean:  ## remove what builds, tests and checks leave behind
-	rm -rf build dist demo-report *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build dist demo-report ocr-report *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

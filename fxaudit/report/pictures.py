@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 COLUMNS = 64  # cells of one heat-map row; longer rows show means of neighbours
 PANELS = 6  # panels side by side
 WIDE, NARROW = 920, 344  # pixels at scale 1
-CHARACTER = 6.6  # mean advance of the 12 px text, to leave room for it
+CHARACTER = 7.0  # advance of the 12 px text in names rich in wide letters, to leave room for it
 UNRESOLVED = "not resolvable"
 
 LEVELS = {
@@ -113,7 +113,7 @@ def _svg(width: int, height: float, label: str, *content: str) -> Markup:
 
 def _short(text: str, room: float) -> str:
     """Text cut in its middle to fit: both ends of a module path tell modules apart."""
-    limit = max(5, int(room / CHARACTER / 1.07))  # names may hold more wide letters than most
+    limit = max(5, int(room / CHARACTER))
     if len(text) <= limit:
         return text
     tail = (limit - 1) * 2 // 3

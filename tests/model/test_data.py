@@ -1,0 +1,285 @@
+import hashlib
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fxaudit.errors import DataError
+from fxaudit.model.data import batched_inputs, load_data
+from fxaudit.model.load import subject
+from fxaudit.model.trace import trace
+
+
+class Scaled(nn.Module):
+    """Two inputs of one batch, and a number that all inputs share."""
+
+    def forward(self, ids, mask, scale):
+        return ids * mask * scale
+
+
+def arrays(count: int = 5) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    ids = torch.randint(0, 10, (count, 4), generator=generator)
+    return {"ids": ids, "mask": torch.rand(count, 4, generator=generator)}
+
+
+@pytest.fixture(scope="module")
+def traced():
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, 3)
+
+        def forward(self, ids, mask):
+            return self.embedding(ids) * mask[..., None]
+
+    return trace(subject(One(), arrays(2)))
+
+
+def refused(place: object, traced) -> DataError:
+    with pytest.raises(DataError) as caught:
+        load_data(place, traced)
+    error = caught.value
+    assert all([error.what, error.where or error.found, error.expected, error.remedy]), f"a part is missing:\n{error}"
+    assert error.exit_code == 6
+    return error
+
+
+def values(data, traced, size: int) -> dict[str, torch.Tensor]:
+    """All inputs of a data set, read in batches of `size`, repetitions left out."""
+    parts = []
+    for start in range(0, data.count, size):
+        leaves, real = data.leaves(traced, start, size)
+        parts.append([leaf[:real] for leaf in leaves])
+    return {name: torch.cat(rows) for name, rows in zip(traced.input_names, zip(*parts, strict=True), strict=True)}
+
+
+def written(folder: Path, form: str) -> Path:
+    path = folder / f"data.{form}"
+    if form == "safetensors":
+        save_file(arrays(), path)
+    else:
+        np.savez(path, **{name: array.numpy() for name, array in arrays().items()})
+    return path
+
+
+# --- forms ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npz"])
+@pytest.mark.parametrize("size", [1, 2, 5, 7])
+def test_a_file_gives_its_own_values_in_any_batch_size(tmp_path, traced, form, size):
+    data = load_data(written(tmp_path, form), traced)
+    found = values(data, traced, size)
+    assert all(torch.equal(found[name], array) for name, array in arrays().items())
+
+
+def test_one_content_has_one_digest_in_either_form(tmp_path, traced):
+    a = load_data(written(tmp_path, "safetensors"), traced)
+    b = load_data(written(tmp_path, "npz"), traced)
+    assert a.digest == b.digest
+
+
+def test_a_dict_of_arrays_has_the_digest_of_its_content(tmp_path, traced):
+    assert load_data(arrays(), traced).digest == load_data(written(tmp_path, "npz"), traced).digest
+
+
+def test_a_digest_is_sha256_over_names_forms_and_values(traced):
+    given = arrays()
+    expected = hashlib.sha256()
+    expected.update(b"ids;torch.int64;(5, 4);" + given["ids"].numpy().tobytes())
+    expected.update(b"mask;torch.float32;(5, 4);" + given["mask"].numpy().tobytes())
+    assert load_data(given, traced).digest == expected.hexdigest()
+
+
+@pytest.mark.parametrize("name", ["ids", "mask"])
+def test_one_changed_value_changes_the_digest(traced, name):
+    changed = arrays()
+    changed[name][3, 2] = 1 - changed[name][3, 2]
+    assert load_data(changed, traced).digest != load_data(arrays(), traced).digest
+
+
+def test_a_function_may_give_the_data(tmp_path, traced):
+    path = tmp_path / "data.py"
+    path.write_text(
+        "import torch\ndef inputs():\n    return {'ids': torch.ones(3, 4).long(), 'mask': torch.ones(3, 4)}\n"
+    )
+    assert load_data(f"{path}:inputs", traced).count == 3
+
+
+def test_the_example_is_data(traced):
+    found = values(load_data("example", traced), traced, 2)
+    assert all(torch.equal(found[name], array) for name, array in arrays(2).items())
+
+
+def test_resampled_data_holds_as_many_inputs_as_asked_for(traced):
+    assert load_data("resampled:7", traced).count == 7
+
+
+def test_resampled_data_holds_only_values_of_the_example(traced):
+    found = values(load_data("resampled:7", traced), traced, 7)
+    assert all(set(found[name].flatten().tolist()) <= set(arrays(2)[name].flatten().tolist()) for name in found)
+
+
+def test_resampled_data_is_the_same_each_time(traced):
+    assert load_data("resampled:7", traced).digest == load_data("resampled:7", traced).digest
+
+
+def test_keyword_inputs_in_any_order_are_the_example():
+    class Product(nn.Module):
+        def forward(self, x, scale):
+            return x * scale
+
+    given = {"scale": torch.full((2, 1), 3.0), "x": torch.ones(2, 4)}
+    found = trace(subject(Product(), given))
+    leaves, _ = load_data("example", found).leaves(found, 0, 2)
+    assert {n: leaf.shape for n, leaf in zip(found.input_names, leaves, strict=True)} == {"x": (2, 4), "scale": (2, 1)}
+
+
+def test_a_number_that_all_inputs_share_is_no_part_of_the_data():
+    found = trace(subject(Scaled(), {**arrays(2), "scale": torch.tensor(3.0)}))
+    assert batched_inputs(found) == ["ids", "mask"]
+
+
+def test_a_number_that_all_inputs_share_keeps_the_value_of_the_example():
+    found = trace(subject(Scaled(), {**arrays(2), "scale": torch.tensor(3.0)}))
+    leaves, _ = load_data(arrays(), found).leaves(found, 0, 5)
+    assert leaves[found.input_names.index("scale")].item() == 3.0
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_batch_is_filled_by_repeating_its_inputs(traced):
+    leaves, real = load_data(arrays(), traced).leaves(traced, 3, 5)
+    assert real == 2
+    assert torch.equal(leaves[traced.input_names.index("ids")], arrays()["ids"][[3, 4, 3, 4, 3]])
+
+
+def test_a_full_batch_is_not_filled(traced):
+    leaves, real = load_data(arrays(), traced).leaves(traced, 1, 3)
+    assert real == 3
+    assert torch.equal(leaves[traced.input_names.index("ids")], arrays()["ids"][1:4])
+
+
+def test_reading_a_file_reads_only_the_rows_asked_for(tmp_path, traced):
+    data = load_data(written(tmp_path, "safetensors"), traced)
+    assert data.columns["ids"].rows(2, 4).shape == (2, 4)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_refused(tmp_path, traced):
+    assert refused(tmp_path / "none.npz", traced).found == "no such file"
+
+
+def test_a_file_of_another_kind_is_refused_by_its_ending(tmp_path, traced):
+    (tmp_path / "data.csv").write_text("1,2")
+    assert refused(tmp_path / "data.csv", traced).found == ".csv"
+
+
+def test_a_missing_input_is_refused_by_its_name(traced):
+    given = arrays()
+    del given["mask"]
+    assert refused(given, traced).missing == ["mask"]
+
+
+def test_an_unknown_input_is_refused_with_the_nearest_one(traced):
+    given = arrays()
+    given["maks"] = given.pop("mask")
+    assert "did you mean `mask`?" in refused(given, traced).what
+
+
+def test_a_wrong_dtype_is_refused_with_both(traced):
+    given = arrays()
+    given["mask"] = given["mask"].double()
+    error = refused(given, traced)
+    assert "torch.float64" in error.found
+    assert "torch.float32" in error.expected
+
+
+def test_a_wrong_shape_is_refused_with_both(traced):
+    given = arrays()
+    given["mask"] = torch.ones(5, 3)
+    error = refused(given, traced)
+    assert "[inputs, 3]" in error.found
+    assert "[inputs, 4]" in error.expected
+
+
+def test_unequal_numbers_of_inputs_are_refused_by_their_counts(traced):
+    given = arrays()
+    given["mask"] = given["mask"][:4]
+    assert refused(given, traced).found == "ids: 5, mask: 4"
+
+
+def test_data_without_an_input_is_refused(traced):
+    refused({name: array[:0] for name, array in arrays().items()}, traced)
+
+
+def test_resampling_no_input_is_refused(traced):
+    refused("resampled:0", traced)
+
+
+def test_object_arrays_are_refused_without_unpickling_them(tmp_path, traced):
+    np.savez(tmp_path / "data.npz", ids=np.array([{"a": 1}], dtype=object))
+    assert "pickle" in refused(tmp_path / "data.npz", traced).remedy
+
+
+def test_text_arrays_are_refused(tmp_path, traced):
+    np.savez(tmp_path / "data.npz", ids=np.array(["a", "b"]), mask=np.ones(2))
+    refused(tmp_path / "data.npz", traced)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npz"])
+def test_a_truncated_file_is_refused(tmp_path, traced, form):
+    path = written(tmp_path, form)
+    path.write_bytes(path.read_bytes()[:-40])
+    refused(path, traced)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npz"])
+def test_a_file_of_garbage_is_refused(tmp_path, traced, form):
+    path = tmp_path / f"data.{form}"
+    path.write_bytes(b"garbage" * 20)
+    refused(path, traced)
+
+
+def test_a_single_array_named_as_an_archive_is_refused(tmp_path, traced):
+    with (tmp_path / "data.npz").open("wb") as file:
+        np.save(file, np.ones(3))
+    refused(tmp_path / "data.npz", traced)
+
+
+def test_a_zip_of_something_else_is_refused(tmp_path, traced):
+    with zipfile.ZipFile(tmp_path / "data.npz", "w") as archive:
+        archive.writestr("notes.txt", "hello")
+    refused(tmp_path / "data.npz", traced)
+
+
+def test_a_function_that_returns_no_dict_is_refused_by_its_type(tmp_path, traced):
+    path = tmp_path / "data.py"
+    path.write_text("def inputs():\n    return 7\n")
+    assert refused(f"{path}:inputs", traced).found == "int"
+
+
+def test_a_function_that_raises_is_refused_at_its_line(tmp_path, traced):
+    path = tmp_path / "data.py"
+    path.write_text("def inputs():\n    raise ValueError('no data today')\n")
+    assert f"{path}:2" in refused(f"{path}:inputs", traced).where
+
+
+def test_a_function_that_does_not_exist_is_refused_as_data(tmp_path, traced):
+    path = tmp_path / "data.py"
+    path.write_text("def inputs():\n    return {}\n")
+    assert "did you mean `inputs`?" in refused(f"{path}:input", traced).what
+
+
+def test_a_function_that_returns_something_else_than_arrays_is_refused(tmp_path, traced):
+    path = tmp_path / "data.py"
+    path.write_text("def inputs():\n    return {'ids': 'text', 'mask': None}\n")
+    refused(f"{path}:inputs", traced)

@@ -1,0 +1,536 @@
+import io
+import os
+import pickle
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fxaudit.errors import LoadError
+from fxaudit.model.load import describe_file, load, load_weights, subject
+
+GOOD = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Linear(3, 2), torch.randn(2, 3)
+
+def alone():
+    return nn.Linear(3, 2)
+
+def number():
+    return 7
+
+def broken():
+    width = 3
+    raise ValueError("no such width")
+
+def broken_inside_torch():
+    layer = nn.Linear(3, 2)
+    return layer(torch.zeros(5))
+
+def imports_its_neighbour():
+    from neighbour import layer
+    return layer(), torch.randn(2, 3)
+
+SIZE = 5
+"""
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "models.py"
+    path.write_text(GOOD)
+    return path
+
+
+def refused(model: str, **options) -> LoadError:
+    with pytest.raises(LoadError) as caught:
+        load(model, **options)
+    assert caught.value.exit_code == 3
+    return caught.value
+
+
+def is_complete(error: LoadError) -> bool:
+    return all([error.what, error.where or error.found, error.expected, error.remedy])
+
+
+# --- callables ------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_in_a_file_builds_the_subject(file):
+    loaded = load(f"{file}:build")
+    assert isinstance(loaded.module, nn.Linear)
+    assert loaded.arguments[0][0].shape == (2, 3)
+
+
+def test_a_function_in_a_package_builds_the_subject(file, monkeypatch):
+    monkeypatch.syspath_prepend(str(file.parent))
+    monkeypatch.delitem(sys.modules, "models", raising=False)
+    assert isinstance(load("models:build").module, nn.Linear)
+
+
+def test_inputs_that_are_given_replace_the_models_own(file):
+    x = torch.ones(4, 3)
+    assert load(f"{file}:build", inputs=x).arguments == ((x,), {})
+
+
+def test_one_seed_builds_the_same_weights(file):
+    first, second = load(f"{file}:build", seed=3), load(f"{file}:build", seed=3)
+    assert torch.equal(first.module.weight, second.module.weight)
+
+
+def test_another_seed_builds_other_weights(file):
+    first, second = load(f"{file}:build", seed=3), load(f"{file}:build", seed=4)
+    assert not torch.equal(first.module.weight, second.module.weight)
+
+
+def test_loading_does_not_touch_the_global_generator(file):
+    state = torch.get_rng_state()
+    load(f"{file}:build")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_parameter_count_is_that_of_the_module(file):
+    assert load(f"{file}:build").parameter_count == 3 * 2 + 2
+
+
+def test_a_subject_holds_the_module_itself_not_a_copy():
+    module = nn.Linear(3, 2)
+    assert subject(module, torch.randn(2, 3)).module is module
+
+
+def test_loading_leaves_the_import_path_as_it_was(file):
+    before = list(sys.path)
+    load(f"{file}:build")
+    assert sys.path == before
+
+
+def test_a_function_may_import_a_file_beside_its_own_when_it_is_called(file):
+    (file.parent / "neighbour.py").write_text("from torch import nn\n\ndef layer():\n    return nn.Linear(3, 2)\n")
+    try:
+        assert isinstance(load(f"{file}:imports_its_neighbour").module, nn.Linear)
+    finally:
+        sys.modules.pop("neighbour", None)
+
+
+def test_a_missing_python_file_is_refused(tmp_path):
+    assert "nothing.py does not exist" in refused(f"{tmp_path}/nothing.py:build").what
+
+
+def test_a_python_file_without_a_function_is_refused_with_the_form_to_use(file):
+    assert f"{file}:build" in refused(str(file)).remedy
+
+
+def test_an_unknown_function_is_refused_with_the_nearest_one(file):
+    assert "did you mean `build`?" in refused(f"{file}:biuld").what
+
+
+def test_an_unknown_function_is_refused_with_those_that_exist(file):
+    assert "alone" in refused(f"{file}:xyz").found
+
+
+def test_a_name_that_is_no_function_is_refused_by_its_type(file):
+    assert refused(f"{file}:SIZE").found == "a int"
+
+
+def test_a_function_that_raises_is_reported_at_the_users_line(file):
+    line = GOOD.splitlines().index('    raise ValueError("no such width")') + 1
+    assert f"{file}:{line}" in refused(f"{file}:broken").where
+
+
+def test_a_function_that_raises_is_reported_with_its_own_message(file):
+    assert refused(f"{file}:broken").found == "ValueError: no such width"
+
+
+def test_a_function_that_fails_inside_torch_is_reported_at_the_users_line(file):
+    line = GOOD.splitlines().index("    return layer(torch.zeros(5))") + 1
+    assert f"{file}:{line}" in refused(f"{file}:broken_inside_torch").where
+
+
+def test_a_file_that_fails_on_import_is_reported_at_its_line(tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text("import torch\n\nraise RuntimeError('not today')\n")
+    assert f"{path}:3" in refused(f"{path}:build").where
+
+
+def test_a_syntax_error_is_reported_at_its_line(tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text("import torch\n\ndef build(:\n    pass\n")
+    assert f"{path}:3" in refused(f"{path}:build").where
+
+
+def test_a_function_that_returns_no_module_is_refused_by_what_it_returns(file):
+    assert refused(f"{file}:number").found == "builtins.int"
+
+
+def test_a_module_without_inputs_is_refused(file):
+    assert "without example inputs" in refused(f"{file}:alone").what
+
+
+def test_inputs_can_be_given_for_a_module_that_comes_alone(file):
+    assert load(f"{file}:alone", inputs=torch.ones(2, 3)).arguments[0][0].shape == (2, 3)
+
+
+def test_an_unknown_package_is_refused():
+    assert "no package `fxaudit_no_such_package`" in refused("fxaudit_no_such_package:build").what
+
+
+def test_a_misspelt_zoo_is_refused_with_the_nearest_one():
+    assert "did you mean `torchvision`?" in refused("torchvison:resnet18").what
+
+
+def test_a_path_without_its_ending_is_refused(tmp_path):
+    assert "with the ending" in refused(f"{tmp_path}/models:build").remedy
+
+
+def test_a_package_whose_own_import_fails_is_not_called_missing(tmp_path, monkeypatch):
+    (tmp_path / "needs_more.py").write_text("import fxaudit_no_such_dependency\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    error = refused("needs_more:build")
+    assert "importing needs_more failed" in error.what
+    assert "fxaudit_no_such_dependency" in error.found
+
+
+def test_a_name_that_is_nothing_does_not_exist():
+    assert "does not exist" in refused("nothing-like-a-model").what
+
+
+def test_a_file_of_an_unknown_kind_is_refused_by_its_ending(tmp_path):
+    (tmp_path / "model.onnx").write_bytes(b"")
+    assert ".onnx" in refused(f"{tmp_path}/model.onnx").found
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "{folder}/nothing.py:build",
+        "{file}",
+        "{file}:biuld",
+        "{file}:SIZE",
+        "{file}:broken",
+        "{file}:number",
+        "{file}:alone",
+        "{folder}/unimportable.py:build",
+        "fxaudit_no_such_package:build",
+        "{folder}/models:build",
+        "nothing-like-a-model",
+        "{folder}",
+        "{folder}/model.onnx",
+        "{folder}/model.pt",
+        "{folder}/missing.pt",
+        "torchvision:resnet81",
+        "timm:seresnt50",
+    ],
+)
+def test_a_refusal_says_what_failed_what_was_found_and_expected_and_what_to_do(file, model):
+    (file.parent / "unimportable.py").write_text("1 / 0\n")
+    (file.parent / "model.onnx").touch()
+    (file.parent / "model.pt").touch()
+    error = refused(model.format(file=file, folder=file.parent))
+    assert is_complete(error), f"a part is missing:\n{error}"
+
+
+# --- model zoos -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Whatever the machine, every download fails as it does without a network."""
+
+    def fail(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr("urllib.request.urlopen", fail)
+    monkeypatch.setattr("torch.hub.load_state_dict_from_url", fail)
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", fail)
+
+
+def test_an_unknown_torchvision_model_is_refused_with_the_nearest_one():
+    assert "did you mean `resnet18`?" in refused("torchvision:resnet81").what
+
+
+def test_an_unknown_timm_model_is_refused_with_the_nearest_one():
+    assert "did you mean `seresnet50`?" in refused("timm:seresnt50").what
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("model", ["torchvision:resnet18", "timm:resnet18"])
+def test_pretrained_weights_without_a_network_name_random_init(model):
+    assert "--random-init" in refused(model).remedy
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("model", ["torchvision:squeezenet1_1", "timm:resnet18"])
+def test_random_init_needs_no_network(model):
+    assert load(model, random_init=True).parameter_count > 0
+
+
+@pytest.mark.usefixtures("offline")
+def test_random_init_does_not_download_a_pretrained_backbone():
+    assert load("torchvision:lraspp_mobilenet_v3_large", random_init=True).parameter_count > 0
+
+
+def test_a_zoo_model_comes_with_inputs_of_its_own_size():
+    assert load("timm:mobilenetv3_small_050.lamb_in1k", random_init=True).arguments[0][0].shape == (2, 3, 224, 224)
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def weights_refused(module: nn.Module, path: Path) -> LoadError:
+    with pytest.raises(LoadError) as caught:
+        load_weights(module, path)
+    return caught.value
+
+
+def test_weights_replace_those_of_the_model(file, tmp_path):
+    source = nn.Linear(3, 2)
+    save_file(source.state_dict(), tmp_path / "w.safetensors")
+    loaded = load(f"{file}:build", weights=tmp_path / "w.safetensors")
+    assert torch.equal(loaded.module.weight, source.weight)
+
+
+def test_weights_with_a_wrong_name_are_refused_by_that_name(tmp_path):
+    save_file({"weight": torch.zeros(2, 3), "offset": torch.zeros(2)}, tmp_path / "w.safetensors")
+    found = weights_refused(nn.Linear(3, 2), tmp_path / "w.safetensors").found
+    assert found == "missing bias; unexpected offset"
+
+
+def test_weights_of_a_wrong_shape_are_refused_by_that_shape(tmp_path):
+    save_file({"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}, tmp_path / "w.safetensors")
+    found = weights_refused(nn.Linear(3, 2), tmp_path / "w.safetensors").found
+    assert "weight" in found
+    assert "[2, 4]" in found
+
+
+def test_a_tied_weight_is_saved_once(tmp_path):
+    value = torch.randn(5, 4)
+    save_file({"embedding.weight": value}, tmp_path / "w.safetensors")
+    model = Tied()
+    load_weights(model, tmp_path / "w.safetensors")
+    assert torch.equal(model.head.weight, value)
+
+
+def test_a_tied_weight_may_be_saved_under_its_second_name(tmp_path):
+    value = torch.randn(5, 4)
+    save_file({"head.weight": value}, tmp_path / "w.safetensors")
+    model = Tied()
+    load_weights(model, tmp_path / "w.safetensors")
+    assert torch.equal(model.embedding.weight, value)
+
+
+def test_a_tied_weight_that_is_not_saved_at_all_is_missing(tmp_path):
+    save_file({"other": torch.zeros(1)}, tmp_path / "w.safetensors")
+    assert "embedding.weight" in weights_refused(Tied(), tmp_path / "w.safetensors").found
+
+
+@pytest.mark.parametrize("content", [None, b"garbage", "names", "shapes"])
+def test_a_refusal_of_weights_has_all_parts(tmp_path, content):
+    path = tmp_path / "w.safetensors"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content:
+        save_file({"weight": torch.zeros(2, 4 if content == "shapes" else 3)}, path)
+    assert is_complete(weights_refused(nn.Linear(3, 2), path))
+
+
+def test_missing_weights_are_refused(tmp_path):
+    assert weights_refused(nn.Linear(3, 2), tmp_path / "w.safetensors").found == "no such file"
+
+
+def test_weights_in_a_pickle_are_refused_with_how_to_convert_them(tmp_path):
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "w.pt")
+    error = weights_refused(nn.Linear(3, 2), tmp_path / "w.pt")
+    assert error.found == "a pickled state dict (tensors only)"
+    assert "save_file" in error.remedy
+
+
+# --- hostile files --------------------------------------------------------------------------------------------------
+
+
+class Hostile:
+    """Unpickling it creates a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def hidden(marker: Path) -> bytes:
+    """A pickle that calls os.mkdir, and that pushes and pops an innocent name just before the call."""
+
+    def text(value: str) -> bytes:
+        return b"\x8c" + bytes([len(value)]) + value.encode() + b"\x94"
+
+    decoy = text("collections") + text("OrderedDict") + b"00"
+    return b"\x80\x04" + text("os") + text("mkdir") + b"00" + decoy + b"h\x00h\x01\x93" + text(str(marker)) + b"\x85R."
+
+
+def legacy(marker: Path) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(Hostile(marker), buffer, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+def archived(marker: Path) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"weights": Hostile(marker)}, buffer)
+    return buffer.getvalue()
+
+
+HOSTILE = {
+    "torch archive": archived,
+    "legacy torch file": legacy,
+    "pickle": lambda marker: pickle.dumps(Hostile(marker)),
+    "text pickle": lambda marker: pickle.dumps(Hostile(marker), protocol=0),
+    "pickle with a decoy": hidden,
+}
+
+
+@pytest.fixture(params=HOSTILE)
+def hostile(request, tmp_path):
+    marker = tmp_path / "executed"
+    path = tmp_path / "model.pt"
+    path.write_bytes(HOSTILE[request.param](marker))
+    return path, marker
+
+
+def test_the_hostile_files_of_these_tests_are_hostile(hostile):
+    path, marker = hostile
+    torch.load(path, weights_only=False) if zipfile.is_zipfile(path) else _unpickle(path)
+    assert marker.exists()
+
+
+def _unpickle(path: Path) -> None:
+    with path.open("rb") as file:
+        try:
+            while True:
+                pickle.load(file)
+        except (EOFError, pickle.UnpicklingError):
+            pass
+
+
+def test_a_hostile_file_is_never_executed(hostile):
+    path, marker = hostile
+    refused(str(path))
+    assert not marker.exists()
+
+
+def test_a_hostile_file_is_refused_by_what_it_would_call(hostile):
+    path, _ = hostile
+    found = refused(str(path)).found
+    assert "posix.mkdir" in found or "os.mkdir" in found
+
+
+@pytest.mark.parametrize("ending", [".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pt2"])
+def test_every_ending_of_a_pickle_is_refused(tmp_path, ending):
+    marker = tmp_path / "executed"
+    path = tmp_path / f"model{ending}"
+    path.write_bytes(archived(marker))
+    refused(str(path))
+    assert not marker.exists()
+
+
+def test_a_hostile_file_given_as_weights_is_never_executed(hostile):
+    path, marker = hostile
+    weights_refused(nn.Linear(3, 2), path)
+    assert not marker.exists()
+
+
+def described(tmp_path: Path, data: bytes, name: str = "model.pt") -> str:
+    path = tmp_path / name
+    path.write_bytes(data)
+    return refused(str(path)).found
+
+
+def saved(what: object, **options) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(what, buffer, **options)
+    return buffer.getvalue()
+
+
+def test_a_state_dict_is_described_as_one(tmp_path):
+    assert described(tmp_path, saved(nn.Linear(2, 2).state_dict())) == "a pickled state dict (tensors only)"
+
+
+def test_a_legacy_state_dict_is_described_as_one(tmp_path):
+    data = saved(nn.Linear(2, 2).state_dict(), _use_new_zipfile_serialization=False)
+    assert "a pickled state dict (tensors only)" in described(tmp_path, data)
+
+
+def test_a_pickled_module_is_described_by_its_class(tmp_path):
+    assert "torch.nn.modules.linear.Linear" in described(tmp_path, saved(nn.Linear(2, 2)))
+
+
+def test_a_legacy_pickled_module_is_described_by_its_class(tmp_path):
+    data = saved(nn.Linear(2, 2), _use_new_zipfile_serialization=False)
+    assert "torch.nn.modules.linear.Linear" in described(tmp_path, data)
+
+
+def test_a_class_called_storage_is_not_taken_for_a_tensor(tmp_path):
+    assert "evil.Storage" in described(tmp_path, b"\x80\x02cevil\nStorage\n)R.")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_torchscript_archive_is_described_as_one(tmp_path):
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), buffer)
+    assert described(tmp_path, buffer.getvalue()) == "a TorchScript archive"
+
+
+def test_an_export_archive_is_described_as_one(tmp_path):
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.randn(2, 2),)), buffer)
+    assert described(tmp_path, buffer.getvalue(), "model.pt2") == "a torch.export archive (.pt2)"
+
+
+def test_an_empty_file_is_described_as_one(tmp_path):
+    assert described(tmp_path, b"") == "an empty file"
+
+
+def test_a_truncated_archive_is_described_as_damaged(tmp_path):
+    data = saved(nn.Linear(20, 20).state_dict())
+    found = described(tmp_path, data[: len(data) // 2])
+    assert any(word in found for word in ("truncated", "damaged", "incomplete")), found
+
+
+def test_another_file_is_described_as_neither(tmp_path):
+    assert described(tmp_path, b"hello, world") == "neither a torch archive nor a pickle"
+
+
+def test_a_zip_of_something_else_is_described_as_one(tmp_path):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("notes.txt", "hello")
+    assert described(tmp_path, buffer.getvalue()) == "a zip archive that torch did not write"
+
+
+def test_an_archive_that_cannot_be_unpacked_is_described_all_the_same(tmp_path):
+    data = bytearray(saved(nn.Linear(2, 2).state_dict()))
+    for signature, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):  # the compression method of the first entry
+        start = data.index(signature)
+        data[start + offset : start + offset + 2] = (99).to_bytes(2, "little")
+    assert described(tmp_path, bytes(data))
+
+
+def test_a_missing_weight_file_does_not_exist(tmp_path):
+    assert refused(f"{tmp_path}/model.pt").found == "no such file"
+
+
+def test_describing_a_folder_says_that_it_cannot_be_read(tmp_path):
+    assert describe_file(tmp_path).startswith("an unreadable file")

@@ -1,0 +1,1 @@
+"""Independent implementations that tests compare fxaudit with. Nothing here imports fxaudit."""

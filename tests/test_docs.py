@@ -1,0 +1,58 @@
+"""The documentation names everything that a user can write, and what it shows works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from fxaudit import cli, ops
+from fxaudit.controllers import language, pattern, predicates
+from fxaudit.controllers.examples import run_example
+
+ROOT = Path(__file__).resolve().parents[1]
+GUIDE = (ROOT / "docs" / "patterns.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def _code(text: str) -> set[str]:
+    """Every word inside backticks."""
+    return {word for span in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[A-Za-z_*.-]+", span)}
+
+
+@pytest.mark.parametrize("key", [*pattern.KEYS, *pattern.INTERVENE_KEYS, *pattern.EXAMPLE_KEYS])
+def test_every_key_of_a_pattern_file_is_documented(key: str) -> None:
+    assert key in _code(GUIDE)
+
+
+@pytest.mark.parametrize("name", sorted({*ops.CLASS_NAMES, *predicates.PREDICATES, *language.CLOSURES}))
+def test_every_op_class_predicate_and_closure_is_documented(name: str) -> None:
+    assert name in _code(GUIDE)
+
+
+@pytest.mark.parametrize("name", [*pattern.ROLES, *pattern.ACTS, *pattern.TAPS])
+def test_every_role_action_and_tap_is_documented(name: str) -> None:
+    assert name in _code(GUIDE)
+
+
+def _commands(group: click.Group, prefix: str = "fxaudit") -> list[str]:
+    found = []
+    for name, command in group.commands.items():
+        path = f"{prefix} {name}"
+        found += _commands(command, path) if isinstance(command, click.Group) else [path]
+    return found
+
+
+@pytest.mark.parametrize("command", _commands(cli.main))
+def test_every_command_is_in_the_readme(command: str) -> None:
+    assert command in README
+
+
+def test_the_guides_first_pattern_passes_its_own_example(tmp_path: Path) -> None:
+    block = next(b for b in re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL) if "pooled-gate" in b)
+    path = tmp_path / "pooled-gate.toml"
+    path.write_text(re.sub(r"^   ", "", block, flags=re.MULTILINE), encoding="utf-8")
+    loaded = pattern.load_pattern(path)
+    assert [run_example(loaded, example).label for example in loaded.examples] == ["ok"]
