@@ -136,13 +136,20 @@ def _unify_layout(
     if len(axes) != len(sizes):
         return f"{len(sizes)} axes, {len(axes)} wanted"
     bound = dict(known)
-    # Single names first: a product can then be divided by the factors that are known.
-    for axis, size in sorted(zip(axes, sizes, strict=True), key=lambda pair: len(pair[0])):
-        if axis in ((ANY,), (REST,)):
-            continue
-        if (reason := _bind(axis, size, bound)) is not None:
-            return reason
+    # Single names first: a product can then be divided by the factors that are known, and may make others known.
+    pending = [(a, s) for a, s in zip(axes, sizes, strict=True) if a not in ((ANY,), (REST,))]
+    pending.sort(key=lambda pair: len(pair[0]))
+    while pending:
+        ready = [pair for pair in pending if _unknown_factors(pair[0], bound) <= 1]
+        for axis, size in ready or pending[:1]:
+            if (reason := _bind(axis, size, bound)) is not None:
+                return reason
+        pending = [pair for pair in pending if pair not in ready]
     return Unified(bound, axes, rest)
+
+
+def _unknown_factors(axis: tuple[str, ...], bound: Mapping[str, Size]) -> int:
+    return sum(not name.isdigit() and name not in bound for name in axis)
 
 
 def _bind(axis: tuple[str, ...], size: Size, bound: dict[str, Size]) -> str | None:

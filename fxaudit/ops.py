@@ -37,6 +37,8 @@ _ALIASES = {
     "divide": "div",
     "true_divide": "div",
     "subtract": "sub",
+    # `1 - x` is traced as rsub(x, 1); `arithmetic_operands` gives its operands in the order in which they are written.
+    "rsub": "sub",
 }
 _SPLITS = frozenset(["split", "split_with_sizes", "chunk", "unbind", "tensor_split"])
 SELECTIONS = frozenset(["select", "slice", "narrow"])
@@ -89,7 +91,6 @@ CLASSES: dict[str, frozenset[str]] = {
             "mish",
             "hardtanh",
             "prelu",
-            "softsign",
         ]
     ),
     "layout": frozenset(
@@ -136,7 +137,7 @@ NAMED = frozenset(_ALIASES.values()) | frozenset(_MULTI_OUTPUT_NORMS.values()) |
 
 COMMUTATIVE = frozenset(["add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or"])
 # Ops of which a pattern sees both sides, numbers and parameters included.
-ARITHMETIC = COMMUTATIVE | frozenset(["sub", "div", "rsub"])
+ARITHMETIC = COMMUTATIVE | frozenset(["sub", "div"])
 # Operands of a contraction may stand in any order: the equation says which axis is which, not the position.
 UNORDERED = COMMUTATIVE | frozenset(["einsum"])
 
@@ -261,6 +262,19 @@ def operands(node: Node) -> list[Node]:
         return []
     found = list(_nodes_in((node.args, node.kwargs)))
     return found[:1] if name in _SHAPE_OF_SECOND else [n for n in found if not is_symbolic_scalar(n)]
+
+
+def arithmetic_operands(node: Node) -> list[Any]:
+    """Both sides of an arithmetic op as they are written: nodes, parameters included, and numbers."""
+    sides = [a for a in node.args if isinstance(a, Node | int | float) and not isinstance(a, bool)][:2]
+    is_reversed = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == "aten::rsub"
+    return sides[::-1] if is_reversed else sides
+
+
+def operand_rank(node: Node) -> int:
+    """The number of axes of a node's first operand, or of the node itself where it has none."""
+    found = [size for source in operands(node)[:1] if (size := sizes(source)) is not None]
+    return len(found[0] if found else sizes(node) or ())
 
 
 def _nodes_in(value: Any) -> Iterator[Node]:

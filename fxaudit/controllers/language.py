@@ -28,6 +28,7 @@ INFIX: dict[type[ast.operator], str] = {
     ast.MatMult: "matmul",
 }
 CLOSURES = ("chain", "maybe", "fold", "region")
+_SUGGESTED = ops.CLASS_NAMES | ops.NAMED | frozenset().union(*ops.CLASSES.values())
 CHAIN_LEAST, CHAIN_MOST = 1, 12
 REGION_MOST = 64
 FOLD_LEAST = 2
@@ -129,16 +130,19 @@ def parse_match(text: str) -> dict[str, Term]:
     Raises:
         MatchSyntaxError: with the line inside the block.
     """
+    equations: dict[str, Term] = {}
+    line = 1
     try:
-        body = ast.parse(textwrap.dedent(text)).body
+        for statement in ast.parse(textwrap.dedent(text)).body:
+            line = statement.lineno
+            name, expression = _equation(statement)
+            if name in equations:
+                raise MatchSyntaxError(line, f"`{name}` is defined twice")
+            equations[name] = parse_expression(expression)
     except SyntaxError as error:
         raise MatchSyntaxError(error.lineno or 1, f"this is not an expression: {error.msg}") from error
-    equations: dict[str, Term] = {}
-    for statement in body:
-        name, expression = _equation(statement)
-        if name in equations:
-            raise MatchSyntaxError(statement.lineno, f"`{name}` is defined twice")
-        equations[name] = parse_expression(expression)
+    except (RecursionError, MemoryError) as error:
+        raise MatchSyntaxError(line, "this expression is nested too deeply") from error
     for name, term in equations.items():
         if name in _reachable(term, equations):
             raise MatchSyntaxError(term.line, f"`{name}` is defined in terms of itself")
@@ -295,7 +299,7 @@ def _op_names(node: ast.expr) -> tuple[str, ...]:
             )
         if not known_op(option.id):
             raise MatchSyntaxError(
-                option.lineno, f"unknown op or op class `{option.id}`{nearest(option.id, ops.CLASS_NAMES)}"
+                option.lineno, f"unknown op or op class `{option.id}`{nearest(option.id, _SUGGESTED)}"
             )
         names.append(option.id)
     return tuple(names)
@@ -305,7 +309,9 @@ def known_op(name: str) -> bool:
     """Whether a name is an op class or an op that ATen has."""
     import torch
 
-    return name in ops.CLASS_NAMES or name in ops.NAMED or hasattr(torch.ops.aten, name)
+    if name in ops.CLASS_NAMES or name in ops.NAMED:
+        return True
+    return isinstance(getattr(torch.ops.aten, name, None), torch._ops.OpOverloadPacket)
 
 
 def _source(node: ast.AST) -> str:

@@ -16,9 +16,9 @@ from fxaudit import axes, ops
 from fxaudit.axes import Mismatch, Size
 from fxaudit.controllers import predicates, structure
 from fxaudit.controllers.graphs import Dataflow
-from fxaudit.controllers.language import Chain, Either, Fold, Item, Name, Op, Region, Term
+from fxaudit.controllers.language import Chain, Either, Fold, Item, Name, Op, Term
 from fxaudit.controllers.pattern import Pattern
-from fxaudit.controllers.unify import Bindings, Unifier, describe
+from fxaudit.controllers.unify import OVERS, Bindings, Unifier, describe
 
 AxisNames = tuple[tuple[str, ...], ...]
 
@@ -131,8 +131,6 @@ def _mandatory(term: Term, equations: Mapping[str, Term]) -> Iterator[tuple[str,
             if least > 0:
                 yield names
             yield from _mandatory(source, equations)
-        case Region(names=names):
-            yield names
         case Fold(names=names, term=inner):
             yield names
             yield from _mandatory(inner, equations)
@@ -168,7 +166,7 @@ def root_names(term: Term, equations: Mapping[str, Term]) -> set[str] | None:
     match term:
         case Name(name=name) if name in equations:
             return root_names(equations[name], equations)
-        case Op(names=names) | Fold(names=names) | Region(names=names):
+        case Op(names=names) | Fold(names=names):
             return set(names)
         case Item():
             return {"getitem"}
@@ -191,12 +189,11 @@ def _verdict(unifier: Unifier, bindings: Bindings, sample: Size | None) -> Match
     if fitted is None:
         return None
     sizes, layouts = fitted
-    for name, term in pattern.equations.items():
-        if isinstance(term, Op) and term.over is not None and isinstance(bindings.get(name), Node):
-            reason = _over_refusal(term, bindings[name], layouts)
-            if reason is not None:
-                unifier.fail(bindings, bindings[name], term.line, "{}", reason, depth=1)
-                return None
+    for term, node in bindings.get(OVERS, ()):
+        reason = _over_refusal(term, node, layouts)
+        if reason is not None:
+            unifier.fail(bindings, node, term.line, "{}", reason, depth=1)
+            return None
     nodes = {key: value for key, value in bindings.items() if isinstance(value, Node)}
     for predicate in pattern.where:
         reason = predicates.refused_by(predicate, sizes, nodes, dataflow)
@@ -204,15 +201,23 @@ def _verdict(unifier: Unifier, bindings: Bindings, sample: Size | None) -> Match
             unifier.fail(bindings, bindings["coefficient"], 0, "{}", reason, depth=1)
             return None
     for text, name, term in pattern.exclude:
-        others = {key: value for key, value in bindings.items() if key != name}
-        if name in bindings and next(unifier.unify(term, bindings[name], others), None) is not None:
+        if name in bindings and _excludes(unifier, name, term, bindings, layouts):
             unifier.fail(bindings, bindings[name], 0, "excluded: `{}`", text, depth=1)
             return None
     reason = structure.refusal(dataflow, bindings["coefficient"], bindings["apply"])
     if reason is not None:
         unifier.fail(bindings, bindings["coefficient"], 0, "{}", reason, depth=2)
         return None
-    return Match(pattern, dict(bindings), sizes, layouts)
+    return Match(pattern, {k: v for k, v in bindings.items() if not k.startswith("#")}, sizes, layouts)
+
+
+def _excludes(unifier: Unifier, name: str, term: Term, bindings: Bindings, layouts: Mapping[str, AxisNames]) -> bool:
+    """Whether an `exclude` equation matches the node that `name` is bound to."""
+    others = {key: value for key, value in bindings.items() if key not in (name, OVERS)}
+    return any(
+        all(_over_refusal(over, node, layouts) is None for over, node in reading.get(OVERS, ()))
+        for reading in unifier.unify(term, bindings[name], others)
+    )
 
 
 def _fit_shapes(

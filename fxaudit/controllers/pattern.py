@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,8 @@ class _Reader:
 
     def __init__(self, path: Path, text: str, document: dict[str, Any]) -> None:
         self.path, self.text, self.document = path, text, document
+        # The table that is being read, and which one of several of that name: where the lines of its keys are looked for.
+        self.section, self.section_number = "", 0
 
     def pattern(self) -> Pattern:
         document = self.document
@@ -186,11 +189,14 @@ class _Reader:
         if name != self.path.stem:
             raise self.error("the name of a pattern is the name of its file", "name", self.path.stem, name)
         equations = self.equations()
-        shapes = self.shapes(equations)
-        intervene = self.intervene(equations, shapes)
+        with self.within("shape"):
+            shapes = self.shapes(equations)
+        with self.within("intervene"):
+            intervene = self.intervene(equations, shapes)
         axis_names = set().union(*(shape.names for shape in shapes.values()))
         captures = set(equations) | {n for term in equations.values() for n in language.names_in(term)}
-        self.check_over(equations, shapes)
+        exclude = tuple(self.exclusion(text, equations) for text in self.strings("exclude"))
+        self.check_over([*equations.values(), *(term for _, _, term in exclude)], shapes)
         return Pattern(
             name=name,
             summary=self.typed("summary", str),
@@ -199,10 +205,10 @@ class _Reader:
             equations=equations,
             shapes=shapes,
             where=tuple(self.predicate(text, axis_names, captures) for text in self.strings("where")),
-            exclude=tuple(self.exclusion(text, equations) for text in self.strings("exclude")),
+            exclude=exclude,
             intervene=intervene,
             examples=self.examples(),
-            match_line=self.line_of("match"),
+            match_line=self.match_line(),
             digest=json_digest({key: value for key, value in document.items() if key != "example"}),
         )
 
@@ -219,11 +225,34 @@ class _Reader:
         )
 
     def line_of(self, key: str) -> int:
-        """The line on which a key, or a table, first stands."""
-        if not key:
-            return 1
-        found = re.search(rf"^\s*(?:{re.escape(key)}\s*=|\[+\s*{re.escape(key)}\s*\]+)", self.text, re.MULTILINE)
-        return self.text.count("\n", 0, found.end()) + 1 if found else 0
+        """The line of a key in the table that is being read, or of that table's header; 1 where there is neither."""
+        start, stop = self._span()
+        found = (
+            re.compile(rf"^[ \t]*{re.escape(key)}[ \t]*=", re.MULTILINE).search(self.text, start, stop) if key else None
+        )
+        if found is None and not self.section and key:
+            found = re.search(rf"^[ \t]*\[+[ \t]*{re.escape(key)}[ \t]*\]+", self.text, re.MULTILINE)
+        position = found.end() if found is not None else start
+        return self.text.count("\n", 0, position) + 1
+
+    def _span(self) -> tuple[int, int]:
+        """Where the table that is being read stands in the text, its header included."""
+        headers = list(re.finditer(r"^[ \t]*\[+[ \t]*([\w.-]+)[ \t]*\]+[ \t]*(?:#.*)?$", self.text, re.MULTILINE))
+        if not self.section:
+            return 0, headers[0].start() if headers else len(self.text)
+        own = [i for i, header in enumerate(headers) if header.group(1) == self.section]
+        if len(own) <= self.section_number:
+            return 0, len(self.text)
+        first = own[self.section_number]
+        return headers[first].start(), headers[first + 1].start() if first + 1 < len(headers) else len(self.text)
+
+    @contextmanager
+    def within(self, section: str, number: int = 0) -> Iterator[None]:
+        """While a table is read: its keys are looked for inside it."""
+        before = self.section, self.section_number
+        self.section, self.section_number = section, number
+        yield
+        self.section, self.section_number = before
 
     def known_keys(self, table: Mapping[str, Any], known: tuple[str, ...], owner: str) -> None:
         for key in table:
@@ -239,8 +268,12 @@ class _Reader:
             raise self.error(f"`{key}` has the wrong type", key, kind.__name__, found)
         return value
 
-    def strings(self, key: str) -> list[str]:
-        value = self.document.get(key, [])
+    def table(self, key: str) -> dict[str, Any]:
+        value: dict[str, Any] = self.typed(key, dict)
+        return value
+
+    def strings(self, key: str, table: Mapping[str, Any] | None = None) -> list[str]:
+        value = (self.document if table is None else table).get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(f"`{key}` has the wrong type", key, "a list of strings", repr(value))
         return value
@@ -249,19 +282,21 @@ class _Reader:
         try:
             equations = language.parse_match(self.typed("match", str))
         except MatchSyntaxError as error:
-            line = self.line_of("match") + error.line - (0 if self._match_starts_on_key_line() else 1)
+            line = self.match_line() + error.line
             raise self.error(str(error), "match", "an equation `name = expression`", "see above", line) from error
         for needed in ("coefficient", "apply"):
             if needed not in equations:
                 raise self.error(f"`match` never defines `{needed}`", "match", f"{needed} = ...", ", ".join(equations))
         return equations
 
-    def _match_starts_on_key_line(self) -> bool:
+    def match_line(self) -> int:
+        """The line of the file before line 1 of the match block."""
         # After `match = '''` TOML drops the newline: line 1 of the block is the line after the key.
-        return bool(re.search(r"^\s*match\s*=\s*('''|\"\"\")\s*$", self.text, re.MULTILINE))
+        opens_alone = re.search(r"^\s*match\s*=\s*('''|\"\"\")[ \t]*$", self.text, re.MULTILINE)
+        return self.line_of("match") - (0 if opens_alone else 1)
 
     def shapes(self, equations: Mapping[str, Term]) -> dict[str, axes.Shape]:
-        table = self.typed("shape", dict)
+        table = self.table("shape")
         captures = set(equations) | {n for term in equations.values() for n in language.names_in(term)}
         shapes = {}
         for name, text in table.items():
@@ -281,7 +316,7 @@ class _Reader:
         return shapes
 
     def intervene(self, equations: Mapping[str, Term], shapes: Mapping[str, axes.Shape]) -> Intervene:
-        table = self.typed("intervene", dict)
+        table = self.table("intervene")
         self.known_keys(table, INTERVENE_KEYS, "[intervene]")
         roles = self.typed("axes", dict, table)
         for axis, role in roles.items():
@@ -296,8 +331,8 @@ class _Reader:
         acts = self.typed("acts", str, table)
         if acts not in ACTS:
             raise self.error(f"`acts` is unknown{nearest(acts, ACTS)}", "acts", ", ".join(ACTS), acts)
-        coupled = tuple(table.get("coupled", ()))
-        taps = dict(table.get("taps", {}))
+        coupled = tuple(self.strings("coupled", table))
+        taps = self.typed("taps", dict, table) if "taps" in table else {}
         for tap in taps:
             if tap not in TAPS:
                 raise self.error(f"unknown tap `{tap}`{nearest(tap, TAPS)}", "taps", ", ".join(TAPS), tap)
@@ -305,9 +340,13 @@ class _Reader:
             self.check_bound(name, equations, shapes, roles)
         low, high = self.bounds(table)
         sums = table.get("sums_to")
-        if sums is not None and not (isinstance(sums, dict) and sums.get("axis") in roles and "value" in sums):
+        if sums is not None and not (
+            isinstance(sums, dict) and sums.get("axis") in roles and isinstance(sums.get("value"), int | float)
+        ):
             raise self.error("`sums_to` cannot be read", "sums_to", 'sums_to = { axis = "k", value = 1.0 }', str(sums))
         neutral = table.get("neutral")
+        if neutral is not None and (isinstance(neutral, bool) or not isinstance(neutral, int | float)):
+            raise self.error("`neutral` has the wrong type", "neutral", "a number", repr(neutral))
         return Intervene(
             axes=roles,
             acts=acts,
@@ -361,13 +400,13 @@ class _Reader:
                     f"`{name}` has no sample axis in `{layout}`", name, "an axis with the role `sample`", str(layout)
                 )
 
-    def check_over(self, equations: Mapping[str, Term], shapes: Mapping[str, axes.Shape]) -> None:
-        for term in equations.values():
+    def check_over(self, terms: Sequence[Term], shapes: Mapping[str, axes.Shape]) -> None:
+        for term in terms:
             for inner in language.walk(term):
                 if not isinstance(inner, Op) or inner.over is None:
                     continue
                 operand = inner.operands[0]
-                line = self.line_of("match") + inner.line
+                line = self.match_line() + inner.line
                 if not isinstance(operand, Name) or operand.name not in shapes:
                     raise self.error(
                         "`over` needs an operand with a [shape]", "match", "pool(input, over=[...])", "see above", line
@@ -406,21 +445,24 @@ class _Reader:
         return text, name, term
 
     def examples(self) -> tuple[Example, ...]:
+        tables = self.document.get("example", [])
+        if not isinstance(tables, list):
+            raise self.error("`example` is one table", "example", "[[example]], with two brackets", "[example]")
         examples = []
-        for table in self.document.get("example", []):
-            self.known_keys(table, EXAMPLE_KEYS, "[[example]]")
-            inputs = self.typed("inputs", list, table)
-            for text in inputs:
-                if not re.fullmatch(r"(int )?\d+( \d+)*", str(text)):
-                    raise self.error(
-                        "`inputs` cannot be read", "inputs", '"2 16 8 8", or "int 2 6" for token ids', str(text)
-                    )
-            examples.append(
-                Example(
-                    self.typed("why", str, table),
-                    self.typed("expect", int, table),
-                    tuple(inputs),
-                    self.typed("code", str, table),
-                )
-            )
+        for number, table in enumerate(tables):
+            with self.within("example", number):
+                examples.append(self.example(table))
         return tuple(examples)
+
+    def example(self, table: Mapping[str, Any]) -> Example:
+        self.known_keys(table, EXAMPLE_KEYS, "[[example]]")
+        inputs = self.strings("inputs", table)
+        for text in inputs:
+            if not re.fullmatch(r"(int )?\d+( \d+)*", text):
+                raise self.error("`inputs` cannot be read", "inputs", '"2 16 8 8", or "int 2 6" for token ids', text)
+        return Example(
+            self.typed("why", str, table),
+            self.typed("expect", int, table),
+            tuple(inputs),
+            self.typed("code", str, table),
+        )

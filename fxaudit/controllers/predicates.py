@@ -42,9 +42,14 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
+    ast.Eq: lambda a, b: _equal(a, b),
+    ast.NotEq: lambda a, b: sympy.Not(_equal(a, b)) if isinstance(_equal(a, b), sympy.Basic) else not _equal(a, b),
 }
+
+
+def _equal(a: Any, b: Any) -> Any:
+    """Equality that stays open for a dynamic size: `batch == 7` is true for some batches only."""
+    return sympy.Eq(a, b) if isinstance(a, sympy.Basic) or isinstance(b, sympy.Basic) else a == b
 
 
 class PredicateSyntaxError(ValueError):
@@ -81,7 +86,21 @@ def parse_predicate(text: str, axes: set[str], captures: set[str]) -> Predicate:
     except SyntaxError as error:
         raise PredicateSyntaxError(f"`{text}` is not a predicate: {error.msg}") from error
     _check(tree, axes, captures)
+    if not _is_truth(tree):
+        raise PredicateSyntaxError(f"`{text}` is a number, not a predicate; compare it with another")
     return Predicate(text, tree)
+
+
+def _is_truth(node: ast.expr) -> bool:
+    """Whether an expression is true or false, not a number."""
+    match node:
+        case ast.BoolOp(values=values):
+            return all(map(_is_truth, values))
+        case ast.UnaryOp(operand=operand):
+            return _is_truth(operand)
+        case ast.Call(func=ast.Name(id=name)):
+            return name in ("depends", "distinct", "module")
+    return isinstance(node, ast.Compare)
 
 
 def _check(node: ast.expr, axes: set[str], captures: set[str]) -> None:

@@ -191,6 +191,8 @@ def _observed(coefficient: Coefficient, value: Tensor) -> Domain:
     if float(value.min()) < low or float(value.max()) > high:
         return Domain("real")
     if domain.kind == "simplex":
+        if (str(domain.axis),) not in coefficient.axes:
+            return Domain("interval", low, high)  # the axis is part of a product, so sums along it are not at hand
         dimension = coefficient.axes.index((str(domain.axis),))
         if float((value.double().sum(dimension) - (domain.total or 0.0)).abs().max()) > _SUM_TOLERANCE:
             return Domain("interval", low, high)

@@ -27,6 +27,11 @@ BUDGET = 10_000
 
 Bindings = Mapping[str, Any]
 
+# Kept among the bindings, under keys that no name can have: reductions whose axes are checked once shapes are known, and
+# the number of ops matched on the way here.
+OVERS = "#over"
+DEPTH = "#depth"
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -65,9 +70,10 @@ class Unifier:
         self, bindings: Bindings, node: Node | None, line: int, template: str, *values: Any, depth: int = 0
     ) -> None:
         """Keep this failure if it is deeper than the deepest so far; `depth` counts tests passed after unification."""
-        progress = (len(bindings) + depth, self.visits)
+        names = tuple(name for name in bindings if not name.startswith("#"))
+        progress = (len(names) + depth, bindings.get(DEPTH, 0))
         if self.failure is None or progress > self.failure.progress:
-            self.failure = Failure(progress, node, line, template, values, tuple(bindings))
+            self.failure = Failure(progress, node, line, template, values, names)
 
     def unify(self, term: Term, node: Any, bindings: Bindings) -> Iterator[Bindings]:
         """Every way in which `node` is what `term` describes, as extended bindings.
@@ -75,9 +81,7 @@ class Unifier:
         Raises:
             PatternError: the anchor's visits exceed `BUDGET`.
         """
-        self.visits += 1
-        if self.visits > BUDGET:
-            raise self._too_ambiguous(term)
+        self._visit(term)
         match term:
             case Anything():
                 yield bindings
@@ -86,11 +90,11 @@ class Unifier:
                     yield bindings
             case Name(name=name):
                 yield from self._name(term, name, node, bindings)
-            case _ if not isinstance(node, Node):
-                return
             case Either(options=options):
                 for option in options:
                     yield from self.unify(option, node, bindings)
+            case _ if not isinstance(node, Node):
+                return
             case Item(source=source, index=index):
                 if ops.op_name(node) == "getitem" and node.args[1] == index:
                     yield from self.unify(source, node.args[0], bindings)
@@ -107,14 +111,16 @@ class Unifier:
             case Fold():
                 yield from self._fold(term, node, bindings)
 
-    def _too_ambiguous(self, term: Term) -> PatternError:
-        return PatternError(
-            f"`{self.pattern.name}` is too ambiguous: one anchor took more than {BUDGET:,} visits",
-            where=f"{self.pattern.where_in_file(term.line)}\n{ops.source_line(self.anchor)}".strip(),
-            expected="few ways to read each equation",
-            found=f"anchor `{self.anchor}` was still open",
-            remedy="name what lies between with narrower classes, or lower `most=`",
-        )
+    def _visit(self, term: Term) -> None:
+        self.visits += 1
+        if self.visits > BUDGET:
+            raise PatternError(
+                f"`{self.pattern.name}` is too ambiguous: one anchor took more than {BUDGET:,} visits",
+                where=f"{self.pattern.where_in_file(term.line)}\n{ops.source_line(self.anchor)}".strip(),
+                expected="few ways to read each equation",
+                found=f"anchor `{self.anchor}` was still open",
+                remedy="name what lies between with narrower classes, or lower `most=`",
+            )
 
     def _is_any(self, node: Node, names: tuple[str, ...]) -> bool:
         return any(self.dataflow.is_a(node, name) for name in names)
@@ -139,11 +145,19 @@ class Unifier:
             return
         for key, expected in term.attributes.items():
             found = attribute(node, key)
-            if found != (absolute(node, expected) if key == "dim" else expected):
+            if plain(found) != plain(absolute(node, expected) if key == "dim" else expected):
                 self.fail(
                     bindings, node, term.line, "expected {}={}, found {}={} in {}", key, expected, key, found, node
                 )
                 return
+        alpha = ops.attributes(node).get("alpha", 1)
+        if alpha != 1 and "alpha" not in term.attributes:
+            # `add(a, b, alpha=2)` is a + 2 * b, which `a + b` does not say.
+            self.fail(bindings, node, term.line, "expected no factor, found alpha={} in {}", alpha, node)
+            return
+        bindings = {**bindings, DEPTH: bindings.get(DEPTH, 0) + 1}
+        if term.over is not None:
+            bindings[OVERS] = (*bindings.get(OVERS, ()), (term, node))
         operands, count = self._pattern_operands(node), len(term.operands)
         if count > len(operands):
             template = "expected {} data operands, found {} in {}"
@@ -162,7 +176,7 @@ class Unifier:
     def _pattern_operands(self, node: Node) -> Sequence[Any]:
         """The operands that a pattern sees: of arithmetic both sides, numbers and parameters too; else data only."""
         if ops.op_name(node) in ops.ARITHMETIC:
-            return [a for a in node.args if isinstance(a, Node | int | float) and not isinstance(a, bool)][:2]
+            return ops.arithmetic_operands(node)
         return self.dataflow.data_operands(node)
 
     def _all(self, pairs: list[tuple[Term, Any]], bindings: Bindings) -> Iterator[Bindings]:
@@ -240,6 +254,7 @@ class Unifier:
         stack = [node]
         while stack:
             current = stack.pop()
+            self._visit(term)
             if self._is_any(current, term.names) and (current is node or len(current.users) == 1):
                 stack.extend(reversed([a for a in current.args if isinstance(a, Node)]))
             else:
@@ -309,9 +324,16 @@ def attribute(node: Node, key: str) -> Any:
     return absolute(node, value) if key == "dim" else value
 
 
+def plain(value: Any) -> Any:
+    """A value in one spelling: a number in a list of its own is that number, a tuple is a list."""
+    if isinstance(value, list | tuple):
+        return plain(value[0]) if len(value) == 1 else [plain(item) for item in value]
+    return value
+
+
 def absolute(node: Node, dim: Any) -> Any:
-    """A `dim`, or a list of them, counted from the front, so that -1 and rank-1 are the same."""
-    rank = len(ops.sizes(node) or ())
+    """A `dim`, or a list of them, counted from the front of the operand, so that -1 and rank-1 are the same."""
+    rank = len(ops.sizes(node) or ()) if ops.op_name(node) in ("unsqueeze", "stack") else ops.operand_rank(node)
     if isinstance(dim, int) and not isinstance(dim, bool) and rank:
         return dim % rank
     return [absolute(node, d) for d in dim] if isinstance(dim, list | tuple) else dim

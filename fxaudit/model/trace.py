@@ -221,22 +221,20 @@ def _run_eager(subject: Subject, arguments: Arguments) -> Any:
 
 
 def _export(subject: Subject) -> tuple[ExportedProgram, list[Finding]]:
-    """The exported program with a dynamic input axis, or with fixed sizes where the model allows no other."""
-    args, kwargs = cloned(subject.arguments)
-    batch = batch_of(subject.arguments)
+    """The exported program with a dynamic input axis, or with fixed sizes where the model allows no other.
+
+    First with one symbol that all inputs share: two towers that meet late, or never, then still have one input axis.
+    Where the model relates their sizes in another way that is refused, and each input gets a symbol of its own.
+    """
     failure: Exception | None = None
-    if batch is not None:
-        shapes = pytree.tree_map(
-            lambda leaf: {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.ndim else None, (args, kwargs)
-        )
-        # `dynamic_shapes` follows the signature: positional arguments in order, then keyword arguments by name.
-        names = _parameter_names(subject.module, len(args))
-        by_name = {**dict(zip(names, shapes[0], strict=False)), **shapes[1]} if len(names) == len(args) else None
-        try:
-            dynamic = by_name if by_name is not None else shapes[0]
-            return torch.export.export(subject.module, args, kwargs, dynamic_shapes=dynamic, strict=False), []
-        except Exception as error:
-            failure = error
+    if batch_of(subject.arguments) is not None:
+        for dimension in (Dim("batch"), Dim.AUTO):
+            args, kwargs = cloned(subject.arguments)
+            try:
+                shapes = _dynamic_shapes(subject.module, args, kwargs, dimension)
+                return torch.export.export(subject.module, args, kwargs, dynamic_shapes=shapes, strict=False), []
+            except Exception as error:
+                failure = error
     try:
         args, kwargs = cloned(subject.arguments)
         program = torch.export.export(subject.module, args, kwargs, strict=False)
@@ -248,6 +246,16 @@ def _export(subject: Subject) -> tuple[ExportedProgram, list[Finding]]:
         else f"tracing with any batch failed: {_first_line(failure)}"
     )
     return program, [Finding("static-batch", f"the graph takes only the traced batch size; {text}")]
+
+
+def _dynamic_shapes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dimension: Any) -> Any:
+    """The `dynamic_shapes` of torch.export: positional arguments by the names of the signature, then keyword ones."""
+    positional, keyword = pytree.tree_map(
+        lambda leaf: {0: dimension} if isinstance(leaf, Tensor) and leaf.ndim else None, (args, kwargs)
+    )
+    names = _parameter_names(module, len(args))
+    # A `*args` signature names no argument; then there is nothing but the position to go by.
+    return {**dict(zip(names, positional, strict=True)), **keyword} if len(names) == len(args) else positional
 
 
 def _parameter_names(module: nn.Module, count: int) -> list[str]:
