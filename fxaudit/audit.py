@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fxaudit import stages
 from fxaudit.controllers.rewrite import FrozenModel
@@ -22,6 +22,9 @@ from fxaudit.replay.run import IdentityReplay, Recording, require_identity
 from fxaudit.replay.store import CoefficientStore
 from fxaudit.replay.variation import Variation
 from fxaudit.stages import Matched
+
+if TYPE_CHECKING:  # importing it for real would import onnx for every command
+    from fxaudit.execution.verdict import ExecutionProfile
 
 Watch = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 EXECUTED_INPUTS = 8
@@ -43,7 +46,7 @@ class AuditReport:
     identity: IdentityReplay
     variation: Variation
     dependence: Dependence
-    execution: Any | None
+    execution: ExecutionProfile | None
     execution_error: AuditError | None
     options: dict[str, Any]
     seconds: dict[str, float]
@@ -51,7 +54,7 @@ class AuditReport:
     @property
     def verdict(self) -> dict[str, str]:
         """One word for each claim; none follows from another."""
-        executed = self.execution.verdict if self.execution is not None else "INCOMPLETE(export)"
+        executed = self.execution.verdict["live"] if self.execution is not None else "INCOMPLETE(export)"
         return {
             "variation": self.variation.verdict,
             "dependence": self.dependence.verdict,
@@ -177,7 +180,7 @@ def audit(
 
 def _execute(
     frozen: FrozenModel, data: DataSet, calibration: CoefficientStore, directory: Path
-) -> tuple[Any | None, AuditError | None]:
+) -> tuple[ExecutionProfile | None, AuditError | None]:
     """The execution claim, or why the model could not be exported; a failed self-check is an error of the audit."""
     try:
         return stages.execute(frozen, data, calibration, directory, inputs=EXECUTED_INPUTS), None

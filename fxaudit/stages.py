@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -28,6 +28,10 @@ from fxaudit.replay import intervene
 from fxaudit.replay.run import IdentityReplay, Progress, Recording, replay_identity, require_identity
 from fxaudit.replay.run import record as record_into
 from fxaudit.replay.store import CoefficientStore, open_store
+
+if TYPE_CHECKING:  # importing them for real would import onnx with `import fxaudit`
+    from fxaudit.execution.export import ExportedGraphs
+    from fxaudit.execution.verdict import ExecutionProfile
 
 load = loading.load
 
@@ -232,7 +236,7 @@ def replay(
 
 def execute(
     frozen: FrozenModel, data: DataSet, calibration: CoefficientStore | None, directory: str | Path, *, inputs: int
-) -> Any:
+) -> ExecutionProfile:
     """Export live, bound and baked graphs, run them on onnxruntime, and compare counts with the traced graph.
 
     Baked graphs hold the calibration mean of each unit, where every controller has one.
@@ -248,7 +252,7 @@ def execute(
     return verdict.execute(frozen, exported, leaves)
 
 
-def export(frozen: FrozenModel, directory: str | Path, calibration: CoefficientStore | None = None) -> Any:
+def export(frozen: FrozenModel, directory: str | Path, calibration: CoefficientStore | None = None) -> ExportedGraphs:
     """ONNX files of the live, bound and (with a calibration store) baked graph, in `directory`.
 
     Raises:

@@ -74,9 +74,10 @@ def traces(mixtral_file, tmp_path_factory, worker_id):
             if not path.exists():
                 named = [f"{mixtral_file}:{model}"] if ":" not in model else [model, "--random-init"]
                 result = CliRunner().invoke(main, ["trace", *named, "--json"])
-                assert result.exit_code == 0, result.stderr
-                path.write_text(result.stdout)
-        return json.loads(path.read_text())
+                path.write_text(json.dumps([result.exit_code, result.stdout, result.stderr or repr(result.exception)]))
+        code, stdout, stderr = json.loads(path.read_text())
+        assert code == 0, stderr
+        return json.loads(stdout)
 
     return of
 

@@ -172,7 +172,7 @@ class _Reader:
 
     def __init__(self, path: Path, text: str, document: dict[str, Any]) -> None:
         self.path, self.text, self.document = path, text, document
-        # The table that is being read, and which one of several of that name: where the lines of its keys are looked for.
+        # The table that is being read, and which one of several of that name: its keys are looked for inside it.
         self.section, self.section_number = "", 0
 
     def pattern(self) -> Pattern:
@@ -251,8 +251,10 @@ class _Reader:
         """While a table is read: its keys are looked for inside it."""
         before = self.section, self.section_number
         self.section, self.section_number = section, number
-        yield
-        self.section, self.section_number = before
+        try:
+            yield
+        finally:
+            self.section, self.section_number = before
 
     def known_keys(self, table: Mapping[str, Any], known: tuple[str, ...], owner: str) -> None:
         for key in table:
@@ -337,7 +339,15 @@ class _Reader:
             if tap not in TAPS:
                 raise self.error(f"unknown tap `{tap}`{nearest(tap, TAPS)}", "taps", ", ".join(TAPS), tap)
         for name in ("coefficient", *coupled, *taps.values()):
-            self.check_bound(name, equations, shapes, roles)
+            if name not in equations:
+                raise self.error(
+                    f"`match` never defines `{name}`{nearest(name, set(equations))}",
+                    "coupled" if name in coupled else "taps",
+                    f"{name} = ...",
+                    ", ".join(equations),
+                )
+            with self.within("shape"):
+                self.check_bound(name, shapes, roles)
         low, high = self.bounds(table)
         sums = table.get("sums_to")
         if sums is not None and not (
@@ -367,17 +377,8 @@ class _Reader:
             raise self.error("`range` cannot be read", "range", "range = [0.0, 1.0]; inf is a number", str(value))
         return float(value[0]), float(value[1])
 
-    def check_bound(
-        self, name: str, equations: Mapping[str, Term], shapes: Mapping[str, axes.Shape], roles: Mapping[str, str]
-    ) -> None:
-        """A tensor that is bound or recorded must be defined, and each of its axes must have a name and a role."""
-        if name not in equations:
-            raise self.error(
-                f"`match` never defines `{name}`{nearest(name, set(equations))}",
-                "intervene",
-                f"{name} = ...",
-                ", ".join(equations),
-            )
+    def check_bound(self, name: str, shapes: Mapping[str, axes.Shape], roles: Mapping[str, str]) -> None:
+        """A tensor that is bound or recorded must have a shape, and each of its axes a name and a role."""
         if name not in shapes:
             raise self.error(
                 f"[shape] says nothing of `{name}`, which is recorded", "shape", f'{name} = "..."', ", ".join(shapes)
@@ -389,12 +390,9 @@ class _Reader:
                 )
             for axis in layout.names:
                 if axis not in roles:
-                    raise self.error(
-                        f"axis `{axis}` of `{name}` has no role{nearest(axis, set(roles))}",
-                        "axes",
-                        ", ".join(ROLES),
-                        str(dict(roles)),
-                    )
+                    what = f"axis `{axis}` of `{name}` has no role{nearest(axis, set(roles))}"
+                    with self.within("intervene"):
+                        raise self.error(what, "axes", ", ".join(ROLES), str(dict(roles)))
             if "sample" not in {roles[axis] for axis in layout.names}:
                 raise self.error(
                     f"`{name}` has no sample axis in `{layout}`", name, "an axis with the role `sample`", str(layout)
@@ -447,7 +445,7 @@ class _Reader:
     def examples(self) -> tuple[Example, ...]:
         tables = self.document.get("example", [])
         if not isinstance(tables, list):
-            raise self.error("`example` is one table", "example", "[[example]], with two brackets", "[example]")
+            raise self.error("`example` has the wrong type", "example", "[[example]], with two brackets", "[example]")
         examples = []
         for number, table in enumerate(tables):
             with self.within("example", number):

@@ -27,8 +27,8 @@ BUDGET = 10_000
 
 Bindings = Mapping[str, Any]
 
-# Kept among the bindings, under keys that no name can have: reductions whose axes are checked once shapes are known, and
-# the number of ops matched on the way here.
+# Kept among the bindings, under keys that no name can have: reductions whose axes are checked once shapes are known,
+# and the number of ops matched on the way here.
 OVERS = "#over"
 DEPTH = "#depth"
 
@@ -143,6 +143,7 @@ class Unifier:
         if not self._is_any(node, term.names):
             self.fail(bindings, node, term.line, "expected {}, found {}", " | ".join(term.names), node)
             return
+        bindings = {**bindings, DEPTH: bindings.get(DEPTH, 0) + 1}
         for key, expected in term.attributes.items():
             found = attribute(node, key)
             if plain(found) != plain(absolute(node, expected) if key == "dim" else expected):
@@ -155,7 +156,6 @@ class Unifier:
             # `add(a, b, alpha=2)` is a + 2 * b, which `a + b` does not say.
             self.fail(bindings, node, term.line, "expected no factor, found alpha={} in {}", alpha, node)
             return
-        bindings = {**bindings, DEPTH: bindings.get(DEPTH, 0) + 1}
         if term.over is not None:
             bindings[OVERS] = (*bindings.get(OVERS, ()), (term, node))
         operands, count = self._pattern_operands(node), len(term.operands)
@@ -244,9 +244,9 @@ class Unifier:
                 yield from self._assign(border[1:], sources, extended)
 
     def _fold(self, term: Fold, node: Node, bindings: Bindings) -> Iterator[Bindings]:
-        # Interior nodes have one user and only a maximal node is a root: linear, and the only reading that is meant.
+        # Interior nodes are read once and only a maximal node is a root: linear, and the only reading that is meant.
         names = " | ".join(term.names)
-        inside = len(node.users) == 1 and self._is_any(next(iter(node.users)), term.names)
+        inside = _is_read_once(node) and self._is_any(next(iter(node.users)), term.names)
         if not self._is_any(node, term.names) or inside:
             self.fail(bindings, node, term.line, "expected the root of a fold of {}, found {}", names, node)
             return
@@ -255,7 +255,7 @@ class Unifier:
         while stack:
             current = stack.pop()
             self._visit(term)
-            if self._is_any(current, term.names) and (current is node or len(current.users) == 1):
+            if self._is_any(current, term.names) and (current is node or _is_read_once(current)):
                 stack.extend(reversed([a for a in current.args if isinstance(a, Node)]))
             else:
                 terms.append(current)
@@ -316,6 +316,11 @@ class Unifier:
             self.fail(
                 bindings, mentioned[0] if mentioned else self.anchor, term.line, "nothing in the graph is `{}`", name
             )
+
+
+def _is_read_once(node: Node) -> bool:
+    """Whether one node reads this one, and reads it once: `x + x` reads twice."""
+    return len(node.users) == 1 and list(next(iter(node.users)).args).count(node) == 1
 
 
 def attribute(node: Node, key: str) -> Any:

@@ -61,8 +61,8 @@ class ReplayResult:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Identity replay: the output that was scored and what it holds, the metric of each input, its mean over inputs, its
-    mean weighted by valid targets, and the accuracy where there are targets."""
+    """Identity replay: the output that was scored and what it holds, the metric of each input, its mean over inputs,
+    its mean weighted by valid targets, and the accuracy where there are targets."""
 
     metric: str
     output: str

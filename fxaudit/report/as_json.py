@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fxaudit import __version__
 from fxaudit.axes import Size
@@ -14,6 +14,9 @@ from fxaudit.model.trace import Finding, TracedModel
 from fxaudit.provenance import environment
 from fxaudit.replay.run import IdentityReplay, Recording
 from fxaudit.stages import Matched, TraceReport
+
+if TYPE_CHECKING:  # importing it for real would import onnx for every command
+    from fxaudit.execution.export import ExportedGraphs
 
 NEAR_MISSES = 3
 
@@ -73,22 +76,38 @@ def record(recording: Recording, traced: TracedModel, replayed: IdentityReplay) 
     }
 
 
-def export(exported: Any, traced: TracedModel, forms: tuple[str, ...]) -> dict[str, Any]:
+def export(exported: ExportedGraphs, traced: TracedModel, forms: tuple[str, ...]) -> dict[str, Any]:
     """The JSON of `fxaudit export`; files of forms that were not asked for are removed."""
     files = {}
-    for form, path in exported.files.items():
-        if forms and form not in forms:
-            path.unlink()
-        else:
+    for form in ("live", "bound", "baked"):
+        path = getattr(exported, form)
+        if path is not None and (not forms or form in forms):
             files[form] = str(path)
+        elif path is not None:
+            path.unlink()
     return {
         "schema": "fxaudit.export/1",
         "files": files,
         "inputs": list(traced.input_names),
         "outputs": list(traced.output_names),
-        "removed": exported.removed_json(),
+        "coefficients": dict(exported.coefficient_names),
+        "removed": removed_by_module(exported),
         "provenance": provenance(traced),
     }
+
+
+def removed_by_module(exported: ExportedGraphs) -> list[dict[str, Any]]:
+    """What binding the coefficients removes from the live graph, module by module."""
+    nodes, parameters = exported.removed_nodes, exported.removed_parameters
+    modules = sorted({node.module for node in nodes} | {parameter.module for parameter in parameters})
+    return [
+        {
+            "module": module,
+            "nodes": sum(node.module == module for node in nodes),
+            "parameters": sum(p.elements for p in parameters if p.module == module),
+        }
+        for module in modules
+    ]
 
 
 def _comparisons(comparisons: tuple[Comparison, ...]) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
 from fxaudit.audit import AuditReport
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.model.data import DataSet
+from fxaudit.model.trace import TracedModel
 from fxaudit.replay.dependence import Dependence, ReplayResult
 from fxaudit.replay.run import IdentityReplay
 from fxaudit.replay.variation import PatternVariation, Variation
@@ -143,5 +145,50 @@ def _execution(report: AuditReport) -> dict[str, Any]:
     if report.execution is None:
         error = report.execution_error
         return {"verdict": report.verdict["execution"], "error": str(error) if error is not None else None}
-    found: dict[str, Any] = report.execution.to_json()
-    return found
+    return execution(report.execution.to_json(), report.matched.traced)
+
+
+def execution(found: dict[str, Any], traced: TracedModel) -> dict[str, Any]:
+    """What ran, by form: `live` with its controllers, `bound` with coefficients as inputs, `baked` as constants."""
+    rows = found["per_input"]
+    total = sum(p.numel() for p in traced.graph_module.parameters())
+    forms = {}
+    for form in rows[0]["flops"] if rows else ():
+        proof = found["proof"].get(form) or {}
+        forms[form] = {
+            "verdict": found["verdict"].get(form),
+            "flops": [row["flops"][form] for row in rows],
+            "fx_flops": [row["fx"].get(form) for row in rows],
+            "setup_flops": max(row["setup"][form] for row in rows),
+            "elements": [row["elementwise"][form] for row in rows],
+            "executed_nodes": [row["nodes"][form] for row in rows],
+            "parameters": total - (found["removed"]["parameters"] if form != "live" else 0),
+            "static": proof.get("static"),
+            "roots": proof.get("roots", []),
+            "unknown": found["unknown"] if form == "live" else [],
+        }
+    return {
+        "verdict": found["verdict"]["live"],
+        "reason": found["reason"],
+        "inputs": found["inputs"],
+        "exact": found["exact"],
+        "forms": forms,
+        "removed": found["removed"]["modules"],
+        "agreement": {
+            "live_bound_bitwise": found["identity"]["bitwise"],
+            "torch_rel_l2": found["fidelity"]["relative_l2"],
+            "torch_max_rel": found["fidelity"]["relative_max"],
+            "limit": found["fidelity"]["limit"],
+        },
+        "role": "COUNT",
+        "provider": "CPUExecutionProvider",
+        "onnxruntime": metadata.version("onnxruntime-gpu") if _has_gpu_build() else metadata.version("onnxruntime"),
+    }
+
+
+def _has_gpu_build() -> bool:
+    try:
+        metadata.version("onnxruntime-gpu")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
