@@ -167,8 +167,11 @@ def replay(store: Path | None, as_json_: bool, calibration: str | None, **option
     data = stages.load_data(options["data"], frozen.traced).limited(options["limit"])
     with tempfile.TemporaryDirectory() as scratch:
         directory = store or Path(scratch) / "evaluation"
+        batch_size = options["batch_size"]
+        if batch_size is None and (directory / "manifest.json").exists():
+            batch_size = int(open_store(directory).manifest["batch_size"])
         with _progress("recording") as advance:
-            recording = stages.record(frozen, data, directory, batch_size=options["batch_size"], progress=advance)
+            recording = stages.record(frozen, data, directory, batch_size=batch_size, progress=advance)
         replayed = _identity(frozen, data, recording, options["model"])
         profile = None
         if calibration is not None:
@@ -176,7 +179,7 @@ def replay(store: Path | None, as_json_: bool, calibration: str | None, **option
             require_disjoint(data, calibrating)
             with _progress("calibrating") as advance:
                 place = Path(scratch) / "calibration"
-                profile = stages.record(frozen, calibrating, place, batch_size=options["batch_size"], progress=advance)
+                profile = stages.record(frozen, calibrating, place, batch_size=batch_size, progress=advance)
         found = None
         if any(intervention.name != "identity" for intervention in wanted):
             with _progress("replaying") as advance:
@@ -343,7 +346,7 @@ def pattern_test(name: str | None, patterns: tuple[Path, ...], as_json_: bool) -
     """
     chosen = _named(name, patterns) if name else load_patterns(*patterns)
     results = []
-    console = Console(highlight=False, soft_wrap=True)
+    console = _stdout()
     for one in chosen:
         for example in one.examples:
             outcome = run_example(one, example)
@@ -431,7 +434,13 @@ def _show(as_json_: bool, data: Callable[[], dict[str, Any]], text: Callable[[Co
     if as_json_:
         _print_json(data())
     else:
-        text(Console(highlight=False, soft_wrap=False))
+        text(_stdout())
+
+
+def _stdout() -> Console:
+    """Standard output; wide where it is not a terminal, so that piped tables are not folded."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
 
 
 def _print_json(data: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from fxaudit.model.data import DataSet, load_data
 from fxaudit.model.inputs import resampled
 from fxaudit.model.load import Subject
 from fxaudit.model.settings import exact_numerics
-from fxaudit.model.trace import Finding, TracedModel, run_flat
+from fxaudit.model.trace import Finding, TracedModel, other_batches, run_flat
 from fxaudit.replay import intervene
 from fxaudit.replay.run import IdentityReplay, Progress, Recording, replay_identity, require_identity
 from fxaudit.replay.run import record as record_into
@@ -175,9 +175,7 @@ def identity(frozen: FrozenModel, *, seed: int = 0) -> IdentityReplay:
     traced = frozen.traced
     example = traced.subject.arguments
     cases = [("example", example), ("resampled", resampled(example, seed + 1))]
-    if traced.is_batch_dynamic:
-        batch = (traced.sample_count or 1) + 1
-        cases += [(f"batch of {n}", resampled(example, seed + n, n)) for n in (1, batch) if _covers(traced, n, seed)]
+    cases += other_batches(traced, seed)
     comparisons: list[Comparison] = []
     with exact_numerics():
         for name, arguments in cases:
@@ -187,16 +185,6 @@ def identity(frozen: FrozenModel, *, seed: int = 0) -> IdentityReplay:
             replayed = frozen.run_frozen(leaves, values[: len(frozen.coefficients)])
             comparisons.append(compare(name, live, replayed))
     return IdentityReplay(tuple(comparisons))
-
-
-def _covers(traced: TracedModel, batch: int, seed: int) -> bool:
-    from fxaudit.errors import DataError
-
-    try:
-        traced.flatten(resampled(traced.subject.arguments, seed, batch))
-    except DataError:
-        return False
-    return True
 
 
 def record(

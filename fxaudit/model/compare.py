@@ -52,4 +52,4 @@ def _max_abs_diff(a: Tensor, b: Tensor) -> float:
     difference = (a.to(wide) - b.to(wide)).abs()
     # Where both are the same infinity or NaN there is no difference; where only one is, it is infinite.
     difference = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(difference), difference)
-    return float(difference.nan_to_num(nan=float("inf")).max()) if difference.numel() else 0.0
+    return float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")).max()) if difference.numel() else 0.0

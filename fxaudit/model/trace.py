@@ -8,8 +8,10 @@ core-ATen decomposition would destroy what patterns look for.
 
 from __future__ import annotations
 
+import dataclasses
+import operator
+import re
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +26,12 @@ from fxaudit import ops
 from fxaudit.axes import Size, plain_size
 from fxaudit.errors import DataError, TraceError
 from fxaudit.model.compare import Comparison, compare
+from fxaudit.model.frames import user_frame
 from fxaudit.model.inputs import Arguments, batch_of, cloned, resampled, tensors_of
 from fxaudit.model.load import Subject
 from fxaudit.model.settings import exact_numerics, quiet_torch, traceable
-from fxaudit.provenance import json_digest, state_fingerprint
+from fxaudit.model.state import remember, set_back
+from fxaudit.provenance import json_digest, state_fingerprint, tensor_digest
 
 # An inexact trace is accepted, and said to be inexact, up to this error relative to the largest output.
 INEXACT_TOLERANCE = 1e-5
@@ -97,13 +101,21 @@ class TracedModel:
         return self.sample is not None and not isinstance(self.sample, int)
 
     def graph_digest(self) -> str:
-        """SHA-256 of the graph's structure: ops, edges, arguments and parameter names, free of symbol names."""
+        """SHA-256 of the graph: ops, edges, arguments, parameter names, and the values of tensors that are neither
+        parameters nor buffers; free of symbol names."""
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         rows = [
             [node.op, str(node.target), str(torch.fx.map_arg((node.args, node.kwargs), lambda n: f"%{order[n]}"))]
             for node in self.graph.nodes
         ]
-        return json_digest(rows)
+        return json_digest([rows, tensor_digest(self._plain_tensors())])
+
+    def _plain_tensors(self) -> list[Tensor]:
+        """Constants of the graph: tensors that the model holds as plain attributes, or that tracing lifted."""
+        stateful = {*dict(self.graph_module.named_parameters()), *dict(self.graph_module.named_buffers())}
+        names = sorted({str(n.target) for n in self.graph.nodes if n.op == "get_attr"} - stateful)
+        values = [operator.attrgetter(name)(self.graph_module) for name in names]
+        return [value for value in values if isinstance(value, Tensor)]
 
     def flatten(self, arguments: Arguments) -> list[Any]:
         """The input leaves of `arguments`, in the order of the graph's placeholders.
@@ -127,14 +139,26 @@ class TracedModel:
                 found=f"{spec}",
                 remedy="pass the same arguments, positional ones as positional, keyword ones by keyword",
             )
-        self._check_guards(leaves)
+        self.check(leaves)
         return leaves
 
-    def _check_guards(self, leaves: list[Any]) -> None:
+    def check(self, leaves: list[Any]) -> None:
+        """Raise unless the trace covers these input leaves: their shapes, dtypes, and the guards of the trace.
+
+        Raises:
+            DataError: with the input that does not fit, or the assumption that it breaks.
+        """
         for node, leaf in zip(self.placeholders(), leaves, strict=True):
             expected = ops.sizes(node)
             if expected is None or not isinstance(leaf, Tensor):
                 continue
+            if leaf.dtype != ops.dtype(node):
+                raise DataError(
+                    f"input `{node.name}` has a dtype that the trace does not cover",
+                    expected=str(ops.dtype(node)),
+                    found=str(leaf.dtype),
+                    remedy="convert the input, or trace the model with an example of this dtype",
+                )
             fixed = [e if isinstance(e, int) else None for e in expected]
             if len(fixed) != leaf.ndim or any(e is not None and e != s for e, s in zip(fixed, leaf.shape, strict=True)):
                 raise DataError(
@@ -177,30 +201,27 @@ def trace(subject: Subject, *, seed: int = 0) -> TracedModel:
     started = time.perf_counter()
     before = state_fingerprint(subject.module)
     with exact_numerics(), traceable(subject.module) as settings:
-        buffers = {name: buffer.clone() for name, buffer in subject.module.named_buffers()}
+        state = remember(subject.module)
         with quiet_torch():
             _run_eager(subject, subject.arguments)
             program, how = _export(subject)
             program = program.run_decompositions({})
         traced = _flat(subject, program, settings)
         fidelity = _fidelity(traced, seed)
-        _restore(subject.module, buffers)
-    findings = [*how, *_graph_findings(traced), *_fidelity_findings(fidelity, traced)]
+        changed = set_back(subject.module, state)
+    findings = [*how, *_graph_findings(traced, how), *_fidelity_findings(fidelity, traced)]
+    if changed:
+        text = f"a forward call changes {', '.join(changed[:4])}{' and more' if len(changed) > 4 else ''}; set back"
+        findings.append(Finding("mutated-attribute", text))
     if state_fingerprint(subject.module) != before:
         findings.append(Finding("mutates-parameters", "a forward call changes the model's own parameters"))
-    return _replace(
+    return dataclasses.replace(
         traced,
         fidelity=fidelity,
         findings=tuple(findings),
         fingerprint=before,
         seconds=time.perf_counter() - started,
     )
-
-
-def _replace(traced: TracedModel, **changes: Any) -> TracedModel:
-    import dataclasses
-
-    return dataclasses.replace(traced, **changes)
 
 
 # --- export ---------------------------------------------------------------------------------------------------------
@@ -213,7 +234,7 @@ def _run_eager(subject: Subject, arguments: Arguments) -> Any:
     except Exception as error:
         raise TraceError(
             f"{subject.source} fails on its example inputs before any tracing",
-            where=_user_frame(error),
+            where=user_frame(error),
             found=f"{type(error).__name__}: {_first_line(error)}",
             expected="a model that runs on its example inputs",
             remedy="check the inputs: " + _describe(arguments),
@@ -279,7 +300,7 @@ def _untraceable(subject: Subject, error: Exception) -> TraceError:
     reason = _REASONS.get(kind, f"{type(error).__name__}: {_first_line(error)}")
     return TraceError(
         f"{subject.source} cannot be traced: {reason}",
-        where=_user_frame(error),
+        where=user_frame(error),
         expected="a forward pass that is the same sequence of tensor ops for every input",
         found=_first_line(error),
         remedy=(
@@ -294,19 +315,6 @@ def _untraceable(subject: Subject, error: Exception) -> TraceError:
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-def _user_frame(error: BaseException) -> str:
-    """The innermost frame outside torch and outside fxaudit: the user's source line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [
-        frame
-        for frame in frames
-        if not any(part in frame.filename.replace("\\", "/") for part in ("/torch/", "/fxaudit/model/", "<"))
-    ]
-    if not outside:
-        return ""
-    return f"{outside[-1].filename}:{outside[-1].lineno}   {outside[-1].line}"
 
 
 def _describe(arguments: Arguments) -> str:
@@ -368,7 +376,7 @@ def _output_names(spec: pytree.TreeSpec, count: int) -> tuple[str, ...]:
     """A name for each output leaf: its path in the output, or ``output`` when the model returns one tensor."""
     leaves = pytree.tree_unflatten(list(range(count)), spec)
     paths, _ = pytree.tree_flatten_with_path(leaves)
-    names = [pytree.keystr(path).strip(".[]'\"") or "output" for path, _ in paths]
+    names = [".".join(re.findall(r"[\w-]+", pytree.keystr(path))) or "output" for path, _ in paths]
     return tuple(names) if len(names) == count else tuple(f"output_{i}" for i in range(count))
 
 
@@ -402,14 +410,6 @@ def restore_state(module: nn.Module, state: dict[str, Tensor]) -> None:
             module.get_buffer(name).copy_(value)
 
 
-def _restore(module: nn.Module, buffers: dict[str, Tensor]) -> None:
-    own = dict(module.named_buffers())
-    with torch.no_grad():
-        for name, value in buffers.items():
-            if name in own and own[name].shape == value.shape:
-                own[name].copy_(value)
-
-
 # --- fidelity -------------------------------------------------------------------------------------------------------
 
 
@@ -417,22 +417,21 @@ def _fidelity(traced: TracedModel, seed: int) -> Fidelity:
     """The trace against the eager model: the example, another input, another batch size, each twice."""
     subject = traced.subject
     cases = [("example", subject.arguments), ("resampled", resampled(subject.arguments, seed + 1))]
-    if traced.is_batch_dynamic:
-        batch = (traced.sample_count or 1) + 1
-        cases.append((f"batch of {batch}", resampled(subject.arguments, seed + 2, batch)))
-    buffers = {name: buffer.clone() for name, buffer in subject.module.named_buffers()}
+    cases += other_batches(traced, seed + 2)[:1]
+    state = remember(subject.module)
     comparisons = []
+    scale = 0.0
     for name, arguments in cases:
         leaves = traced.flatten(arguments)
         for attempt in ("", ", again"):
-            _restore(subject.module, buffers)
+            set_back(subject.module, state)
             with quiet_torch():
                 expected = pytree.tree_leaves(_run_eager(subject, arguments))
                 found = run_flat(traced.graph_module, leaves, traced.initial_state)
             comparisons.append(compare(name + attempt, expected, found))
+            scale = max(scale, *(_largest_finite(leaf) for leaf in expected), 0.0)
     fidelity = Fidelity(tuple(comparisons))
-    scale = max((float(t.abs().max()) for t in expected if _is_floating(t)), default=0.0)
-    if not fidelity.max_abs_diff <= INEXACT_TOLERANCE * max(scale, 1e-30):
+    if not fidelity.bitwise and not fidelity.max_abs_diff <= INEXACT_TOLERANCE * max(scale, 1e-30):
         worst = max(comparisons, key=lambda comparison: comparison.max_abs_diff)
         raise TraceError(
             f"the trace of {subject.source} does not compute what the model computes",
@@ -458,16 +457,36 @@ def written_inputs(module: nn.Module) -> bool:
     return isinstance(module, GraphModule) and any(node.args[0].op == "placeholder" for node in _writes(module.graph))
 
 
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
+def _largest_finite(value: Any) -> float:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return 0.0
+    finite = value[value.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def other_batches(traced: TracedModel, seed: int) -> list[tuple[str, Arguments]]:
+    """Inputs in other batch sizes than the example's, of those that the trace covers: one more, twice as many, one."""
+    count = traced.sample_count
+    if not traced.is_batch_dynamic or count is None:
+        return []
+    cases = []
+    for batch in (count + 1, 2 * count, 1):
+        arguments = resampled(traced.subject.arguments, seed + batch, batch)
+        try:
+            run_flat(traced.graph_module, traced.flatten(arguments), traced.initial_state)
+        except (DataError, RuntimeError):
+            continue  # a batch that the guards refuse, or that the model itself cannot split up
+        cases.append((f"batch of {batch}", arguments))
+    return cases
 
 
 # --- findings -------------------------------------------------------------------------------------------------------
 
 
-def _graph_findings(traced: TracedModel) -> list[Finding]:
+def _graph_findings(traced: TracedModel, found: list[Finding]) -> list[Finding]:
+    """What the graph shows, beside what was `found` before."""
     findings = []
-    if traced.sample is not None and isinstance(traced.sample, int):
+    if isinstance(traced.sample, int) and not any(f.kind == "static-batch" for f in found):
         text = f"the graph takes only batches of {traced.sample}: the model's code fixes the input axis"
         findings.append(Finding("static-batch", text))
     for name in traced.initial_state:

@@ -69,6 +69,7 @@ def record(
     with exact_numerics():
         for done, batch in enumerate(missing):
             leaves, _ = data.leaves(frozen.traced, batch.start, batch.size)
+            frozen.traced.check(leaves)
             outputs, values = frozen.run_tapped(leaves)
             if done == 0:
                 findings += _live_findings(frozen, leaves, outputs)
@@ -98,6 +99,7 @@ def replay_identity(frozen: FrozenModel, data: DataSet, recording: CoefficientSt
     with exact_numerics():
         for batch in recording.batches:
             leaves, _ = data.leaves(frozen.traced, batch.start, batch.size)
+            frozen.traced.check(leaves)
             outputs = frozen.run_frozen(leaves, recording.bound(batch, frozen.coefficients))
             if _digest(outputs) == recording.outputs_digest(batch):
                 comparisons.append(Comparison(f"batch {batch.index}", 0.0, True))
@@ -155,7 +157,7 @@ def _batch_size(frozen: FrozenModel, asked: int | None) -> int:
             remedy="wrap the model so that every input has the inputs along its first axis",
         )
     fixed = traced.sample if isinstance(traced.sample, int) else None
-    size = asked or fixed or traced.sample_count or 1
+    size = asked if asked is not None else fixed or traced.sample_count or 1
     if size < 1 or (fixed is not None and size != fixed):
         raise DataError(
             f"a batch of {size} does not fit {traced.subject.source}",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -264,12 +265,16 @@ def create(directory: Path, manifest: Mapping[str, Any], need_bytes: int) -> Wri
     if (directory / _MANIFEST).exists():
         existing = open_store(directory)
         check_manifest(existing, manifest)
+        _remove_leftovers(directory)
+        _end_last_line(directory / _LOG)
         return Writer(_without_damaged(existing))
-    if directory.exists() and any(directory.iterdir()):
+    if directory.is_dir():
+        _remove_leftovers(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise StoreError(
             f"{directory} holds something that is no coefficient store",
             expected="an empty or new directory",
-            found=", ".join(sorted(p.name for p in directory.iterdir())[:4]),
+            found=", ".join(sorted(p.name for p in directory.iterdir())[:4]) if directory.is_dir() else "a file",
             remedy="name another directory",
         )
     directory.mkdir(parents=True, exist_ok=True)
@@ -283,6 +288,20 @@ def create(directory: Path, manifest: Mapping[str, Any], need_bytes: int) -> Wri
         )
     _write_atomically(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
     return Writer(open_store(directory))
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what a killed recording was writing: files that were never renamed into place."""
+    for path in directory.glob(".*"):
+        if re.fullmatch(r"\.(manifest\.json|batch-\d+\.safetensors)\.\d+", path.name):
+            path.unlink(missing_ok=True)
+
+
+def _end_last_line(log: Path) -> None:
+    """End a line of the log that a kill tore, so that the next one starts at its own beginning."""
+    if log.exists() and not log.read_bytes().endswith(b"\n"):
+        with log.open("ab") as file:
+            file.write(b"\n")
 
 
 def _without_damaged(store: CoefficientStore) -> CoefficientStore:
@@ -332,12 +351,13 @@ def open_store(directory: Path | str) -> CoefficientStore:
             found=str(error),
             remedy="record first: fxaudit record MODEL --data DATA -o DIRECTORY",
         ) from error
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        found = manifest.get("schema") if isinstance(manifest, dict) else type(manifest).__name__
+    sizes = [manifest.get(key) for key in ("count", "batch_size")] if isinstance(manifest, dict) else []
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA or not all(map(_is_count, sizes)):
+        found = f"schema {manifest.get('schema')}" if isinstance(manifest, dict) else type(manifest).__name__
         raise StoreError(
             f"{directory} has a manifest of another kind",
             where=str(path),
-            expected=SCHEMA,
+            expected=f"schema {SCHEMA}, with its count and batch_size",
             found=str(found),
             remedy="record again with this version",
         )
@@ -353,8 +373,17 @@ def _read_log(path: Path, directory: Path) -> Iterator[tuple[int, Mapping[str, A
         except ValueError:
             continue  # the torn last line of a recording that was killed: its batch is recorded again
         # A shard's name follows from its number: a log from elsewhere cannot point outside the store.
-        if isinstance(line, dict) and isinstance(line.get("batch"), int) and line["batch"] >= 0:
+        texts = ("sha256", "outputs")
+        if (
+            isinstance(line, dict)
+            and _is_count(line.get("batch"), least=0)
+            and all(isinstance(line.get(t), str) for t in texts)
+        ):
             yield line["batch"], {**line, "file": Batch(line["batch"], 0, 0, 0).file}
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

@@ -20,32 +20,61 @@ def claims(audit: dict[str, Any]) -> dict[str, str]:
     }
 
 
+LEVELS = {
+    "element": "single coefficients",
+    "mean_input_position": "means over inputs and positions",
+    "mean_unit": "means over units",
+    "mean_unit_position": "means over units and positions",
+}
+
+
 def _variation(found: dict[str, Any]) -> str:
     parts = []
     for pattern in found["layer_identity"]:
-        shares = [f"{level} {_percent(share)}" for level, share in pattern["share"].items() if share is not None]
+        shares = {level: share for level, share in pattern["share"].items() if share is not None}
         if shares:
-            parts.append(f"layer identity of {pattern['controllers']} {pattern['pattern']}: {', '.join(shares)}")
+            first, *_, last = shares
+            explained = ", ".join(f"{percent(shares[level])} of {LEVELS[level]}" for level in (first, last))
+            which = f"which of {pattern['controllers']} {pattern['pattern']} controllers it is"
+            parts.append(f"{which} explains, of the variance, {explained}")
     moving = [c["shares"] for c in found["controllers"] if c["shares"]]
     if moving:
         means = {name: sum(shares[name] for shares in moving) / len(moving) for name in moving[0]}
-        parts.append("within a controller on average " + ", ".join(f"{n} {_percent(m)}" for n, m in means.items()))
+        explained = ", ".join(f"the {name} {percent(means[name])}" for name in ("unit", "position", "input"))
+        parts.append(f"within a controller, on average, {explained}")
     return "; ".join(parts) or "the coefficients take one value"
 
 
 def _dependence(found: dict[str, Any]) -> str:
     base = found["baseline"]
-    effects = []
-    for row in found["interventions"]:
-        if row["scope"] != "joint" or row["refused"] is not None or row["name"] == "identity":
-            continue
-        name = f"{row['name']}:{row['level']}" if row["level"] else row["name"]
-        interval = row["interval"]
-        span = f" [{interval[0]:+.4g}, {interval[1]:+.4g}]" if interval else " (not resolvable)"
-        effects.append(f"{name} {row['delta']:+.4g}{span} {row['outcome'].lower()}")
-    margin = f" against a margin of {found['margin']:g}" if found["margin"] is not None else ""
-    inert = f"; {len(found['inert'])} controllers have no effect on any bit" if found["inert"] else ""
-    return f"{base['metric']} {base['mean']:.4g}, changed by {', '.join(effects) or 'nothing'}{margin}{inert}"
+    rows = [
+        row
+        for row in found["interventions"]
+        if row["scope"] == "joint"
+        and row["refused"] is None
+        and row["name"] in ("reassign", "shuffle-tokens", "static")
+    ]
+    static = [row for row in rows if row["name"] == "static"]
+    # Of the static profiles the best one: it says what a fixed assignment can achieve.
+    best = min(static, key=lambda row: row["delta"], default=None)
+    shown = [row for row in rows if row["name"] != "static"] + ([best] if best is not None else [])
+    effects = [f"{_label(row)} {_effect(row)}" for row in shown]
+    margin = f" (margin {found['margin']:g})" if found["margin"] is not None else ""
+    inert = f"; {len(found['inert'])} controllers move no bit of the output" if found["inert"] else ""
+    return f"{base['metric']} {base['mean']:.4g}; {', '.join(effects) or 'nothing could be exchanged'}{margin}{inert}"
+
+
+def _label(row: dict[str, Any]) -> str:
+    if row["name"] == "static":
+        return f"best static profile ({row['level']})"
+    return str(row["name"])
+
+
+def _effect(row: dict[str, Any]) -> str:
+    if row["interval"] is None:
+        return f"{row['delta']:+.4g}, not resolvable"
+    low, high = row["interval"]
+    return f"{row['delta']:+.4g} [{low:+.4g}, {high:+.4g}] {row['outcome'].lower()}"
 
 
 def _execution(found: dict[str, Any]) -> str:
@@ -65,5 +94,6 @@ def _range(values: list[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def percent(share: float) -> str:
+    """A share in percent with three significant digits."""
+    return f"{100 * share:.3g} %"

@@ -103,7 +103,8 @@ def pattern(match, *, name="family", **parts):
 
 def readings(chosen, dataflow, anchor):
     """Every way in which the equations of a pattern read an anchor: no shapes, predicates or structural tests."""
-    return list(Unifier(chosen, dataflow, anchor).readings())
+    found = Unifier(chosen, dataflow, anchor).readings()
+    return [{name: node for name, node in reading.items() if not name.startswith("#")} for reading in found]
 
 
 def reads(match, dataflow, anchor, **parts):

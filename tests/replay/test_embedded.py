@@ -82,7 +82,9 @@ def test_the_embedded_model_has_two_feature_gates_in_each_layer(run: Run) -> Non
 def test_baseline_equals_the_eager_model(run: Run) -> None:
     with torch.no_grad():
         expected = oracle.nll(run.model(run.ids), run.targets)
-    assert torch.allclose(torch.tensor(run.dependence.baseline.per_input, dtype=torch.float64), expected, rtol=0, atol=1e-6)
+    assert torch.allclose(
+        torch.tensor(run.dependence.baseline.per_input, dtype=torch.float64), expected, rtol=0, atol=1e-6
+    )
 
 
 def test_every_intervention_equals_intercepted_gates_on_every_input(run: Run) -> None:
