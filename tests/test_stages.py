@@ -188,7 +188,13 @@ def test_other_indices_of_a_router_choose_other_experts():
 
 def test_inspection_replays_identity_on_the_example_other_inputs_and_other_batches(module):
     report = stages.inspect(module, sequence())
-    assert [c.inputs for c in report.identity.comparisons] == ["example", "resampled", "batch of 1", "batch of 3"]
+    assert [c.inputs for c in report.identity.comparisons] == [
+        "example",
+        "resampled",
+        "batch of 3",
+        "batch of 4",
+        "batch of 1",
+    ]
     assert report.identity.bitwise
 
 

@@ -28,11 +28,7 @@ def remember(module: nn.Module) -> ModuleState:
 
 def set_back(module: nn.Module, state: ModuleState) -> list[str]:
     """Set `module` back to `state`; returns the names of the Python attributes that had changed."""
-    own = dict(module.named_buffers())
-    with torch.no_grad():
-        for name, value in state.buffers.items():
-            if name in own and own[name].shape == value.shape:
-                own[name].copy_(value)
+    set_back_buffers(module, state)
     changed = []
     for path, inner in module.named_modules():
         before, now = state.attributes.get(path, {}), _plain(inner)
@@ -45,6 +41,15 @@ def set_back(module: nn.Module, state: ModuleState) -> list[str]:
                 continue
             changed.append(f"{path}.{name}".lstrip("."))
     return sorted(changed)
+
+
+def set_back_buffers(module: nn.Module, state: ModuleState) -> None:
+    """Set the buffers of `module` back to `state`."""
+    own = dict(module.named_buffers())
+    with torch.no_grad():
+        for name, value in state.buffers.items():
+            if name in own and own[name].shape == value.shape:
+                own[name].copy_(value)
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from fxaudit.model.frames import user_frame
 from fxaudit.model.inputs import Arguments, batch_of, cloned, resampled, tensors_of
 from fxaudit.model.load import Subject
 from fxaudit.model.settings import exact_numerics, quiet_torch, traceable
-from fxaudit.model.state import remember, set_back
+from fxaudit.model.state import remember, set_back, set_back_buffers
 from fxaudit.provenance import json_digest, state_fingerprint, tensor_digest
 
 # An inexact trace is accepted, and said to be inexact, up to this error relative to the largest output.
@@ -112,7 +112,8 @@ class TracedModel:
 
     def _plain_tensors(self) -> list[Tensor]:
         """Constants of the graph: tensors that the model holds as plain attributes, or that tracing lifted."""
-        stateful = {*dict(self.graph_module.named_parameters()), *dict(self.graph_module.named_buffers())}
+        module = self.subject.module
+        stateful = {*dict(module.named_parameters()), *dict(module.named_buffers())}
         names = sorted({str(n.target) for n in self.graph.nodes if n.op == "get_attr"} - stateful)
         values = [operator.attrgetter(name)(self.graph_module) for name in names]
         return [value for value in values if isinstance(value, Tensor)]
@@ -248,9 +249,12 @@ def _export(subject: Subject) -> tuple[ExportedProgram, list[Finding]]:
     Where the model relates their sizes in another way that is refused, and each input gets a symbol of its own.
     """
     failure: Exception | None = None
-    if batch_of(subject.arguments) is not None:
+    batch = batch_of(subject.arguments)
+    if batch is not None:
+        # Of a batch of 2 or 3 a half is 1, which export takes for a constant.
+        example = resampled(subject.arguments, 0, 2 * batch) if batch < 4 else subject.arguments
         for dimension in (Dim("batch"), Dim.AUTO):
-            args, kwargs = cloned(subject.arguments)
+            args, kwargs = cloned(example)
             try:
                 shapes = _dynamic_shapes(subject.module, args, kwargs, dimension)
                 return torch.export.export(subject.module, args, kwargs, dynamic_shapes=shapes, strict=False), []
@@ -424,7 +428,8 @@ def _fidelity(traced: TracedModel, seed: int) -> Fidelity:
     for name, arguments in cases:
         leaves = traced.flatten(arguments)
         for attempt in ("", ", again"):
-            set_back(subject.module, state)
+            # Buffers start every run from one state; a Python attribute that changes the output must be seen to do so.
+            set_back_buffers(subject.module, state)
             with quiet_torch():
                 expected = pytree.tree_leaves(_run_eager(subject, arguments))
                 found = run_flat(traced.graph_module, leaves, traced.initial_state)

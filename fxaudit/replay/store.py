@@ -351,15 +351,22 @@ def open_store(directory: Path | str) -> CoefficientStore:
             found=str(error),
             remedy="record first: fxaudit record MODEL --data DATA -o DIRECTORY",
         ) from error
-    sizes = [manifest.get(key) for key in ("count", "batch_size")] if isinstance(manifest, dict) else []
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA or not all(map(_is_count, sizes)):
-        found = f"schema {manifest.get('schema')}" if isinstance(manifest, dict) else type(manifest).__name__
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        found = manifest.get("schema") if isinstance(manifest, dict) else type(manifest).__name__
         raise StoreError(
             f"{directory} has a manifest of another kind",
             where=str(path),
-            expected=f"schema {SCHEMA}, with its count and batch_size",
+            expected=SCHEMA,
             found=str(found),
             remedy="record again with this version",
+        )
+    if not all(_is_count(manifest.get(key)) for key in ("count", "batch_size")):
+        raise StoreError(
+            f"{directory} has a damaged manifest",
+            where=str(path),
+            expected="a number of inputs and a batch size",
+            found=f"count {manifest.get('count')!r}, batch_size {manifest.get('batch_size')!r}",
+            remedy="record again into another directory",
         )
     return CoefficientStore(directory, manifest, dict(_read_log(directory / _LOG, directory)))
 
