@@ -24,7 +24,7 @@ demo:  ## audit the embedded trained model into ./demo-report/
 
 # pytest comes last, so that its summary is the last line.
 test: lint  ## lint, then the fast tests; ARGS="..." goes to pytest
-	$(RUN) pytest -n 2 $(ARGS)
+	$(RUN) pytest -n 2 --dist loadfile $(ARGS)
 
 slow:  ## the slow tests; ARGS="..." goes to pytest
 	$(RUN) pytest -m slow $(ARGS)

@@ -40,94 +40,39 @@ _ALIASES = {
     # `1 - x` is traced as rsub(x, 1); `arithmetic_operands` gives its operands in the order in which they are written.
     "rsub": "sub",
 }
-_SPLITS = frozenset(["split", "split_with_sizes", "chunk", "unbind", "tensor_split"])
+_SPLITS = frozenset("split split_with_sizes chunk unbind tensor_split".split())
 SELECTIONS = frozenset(["select", "slice", "narrow"])
 
 # Written out because torch.Tag does not carry them.
 CLASSES: dict[str, frozenset[str]] = {
     "linear": frozenset(
-        [
-            "linear",
-            "addmm",
-            "mm",
-            "matmul",
-            "bmm",
-            "baddbmm",
-            "conv1d",
-            "conv2d",
-            "conv3d",
-            "convolution",
-            "conv_transpose1d",
-            "conv_transpose2d",
-            "conv_transpose3d",
-            "einsum",
-        ]
+        (
+            "linear addmm mm matmul bmm baddbmm conv1d conv2d conv3d convolution conv_transpose1d "
+            "conv_transpose2d conv_transpose3d einsum"
+        ).split()
     ),
-    "norm": frozenset(["layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm"]),
+    "norm": frozenset("layer_norm rms_norm batch_norm group_norm instance_norm".split()),
     "pool": frozenset(
-        [
-            "adaptive_avg_pool1d",
-            "adaptive_avg_pool2d",
-            "adaptive_avg_pool3d",
-            "adaptive_max_pool1d",
-            "adaptive_max_pool2d",
-            "adaptive_max_pool3d",
-            "mean",
-            "amax",
-        ]
+        (
+            "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d "
+            "adaptive_max_pool2d adaptive_max_pool3d mean amax"
+        ).split()
     ),
-    "squash": frozenset(["sigmoid", "hardsigmoid", "tanh", "softmax", "softplus"]),
-    "activation": frozenset(
-        [
-            "relu",
-            "relu6",
-            "gelu",
-            "silu",
-            "hardswish",
-            "leaky_relu",
-            "elu",
-            "celu",
-            "selu",
-            "mish",
-            "hardtanh",
-            "prelu",
-        ]
-    ),
+    "squash": frozenset("sigmoid hardsigmoid tanh softmax softplus".split()),
+    "activation": frozenset("relu relu6 gelu silu hardswish leaky_relu elu celu selu mish hardtanh prelu".split()),
     "layout": frozenset(
-        [
-            "view",
-            "reshape",
-            "unsqueeze",
-            "squeeze",
-            "expand",
-            "permute",
-            "transpose",
-            "t",
-            "flatten",
-            "unflatten",
-            "repeat",
-            "clone",
-            "contiguous",
-            "expand_as",
-            "view_as",
-            "reshape_as",
-            "movedim",
-            "swapaxes",
-            "alias",
-            "detach",
-            "to",
-            "getitem",
-        ]
+        (
+            "view reshape unsqueeze squeeze expand permute transpose t flatten unflatten repeat clone "
+            "contiguous expand_as view_as reshape_as movedim swapaxes alias detach to getitem"
+        ).split()
     )
     | SELECTIONS
     | _SPLITS,
-    "gather": frozenset(
-        ["index", "index_select", "gather", "take_along_dim", "embedding", "scatter", "index_put", "index_add"]
-    ),
+    "gather": frozenset("index index_select gather take_along_dim embedding scatter index_put index_add".split()),
     "matmul": frozenset(["matmul", "mm", "bmm", "einsum"]),
 }
 # Classes that torch.Tag decides, with what the tags get wrong: `hardswish` is not tagged pointwise, `clone` is, and
-# `softmax` and adaptive pooling are not tagged as reductions (patterns.md, 1.3).
+# `softmax` and adaptive pooling are not tagged as reductions.
 TAGGED_CLASSES = ("pointwise", "reduce")
 _NOT_POINTWISE = frozenset(["clone", "to", "alias", "detach"])
 CLASS_NAMES = frozenset(CLASSES) | frozenset(TAGGED_CLASSES)
@@ -135,7 +80,7 @@ CLASS_NAMES = frozenset(CLASSES) | frozenset(TAGGED_CLASSES)
 # Names that a pattern may use although ATen has no op of that name.
 NAMED = frozenset(_ALIASES.values()) | frozenset(_MULTI_OUTPUT_NORMS.values()) | {"getitem"}
 
-COMMUTATIVE = frozenset(["add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or"])
+COMMUTATIVE = frozenset("add mul maximum minimum eq ne logical_and logical_or".split())
 # Ops of which a pattern sees both sides, numbers and parameters included.
 ARITHMETIC = COMMUTATIVE | frozenset(["sub", "div"])
 # Operands of a contraction may stand in any order: the equation says which axis is which, not the position.
@@ -143,43 +88,17 @@ UNORDERED = COMMUTATIVE | frozenset(["einsum"])
 
 # Ops that read the shape or dtype of an operand, never its values.
 _SHAPE_ONLY = frozenset(
-    [
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "rand_like",
-        "randn_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "new_empty_strided",
-        "sym_size",
-        "sym_numel",
-        "sym_stride",
-    ]
+    (
+        "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full "
+        "new_empty new_empty_strided sym_size sym_numel sym_stride"
+    ).split()
 )
 _SHAPE_OF_SECOND = frozenset(["expand_as", "view_as", "reshape_as", "type_as"])
 RANDOM = frozenset(
-    [
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "bernoulli",
-        "multinomial",
-        "normal",
-        "uniform",
-        "exponential",
-        "dropout",
-        "native_dropout",
-        "rrelu_with_noise",
-        "poisson",
-    ]
+    (
+        "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal "
+        "uniform exponential dropout native_dropout rrelu_with_noise poisson"
+    ).split()
 )
 
 

@@ -7,10 +7,22 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 
 from fxaudit import cli, ops
 from fxaudit.controllers import language, pattern, predicates
 from fxaudit.controllers.examples import run_example
+from torch import nn
+
+
+class _Gate(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.value = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.gate(x)) * self.value(x)
+
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "patterns.md").read_text(encoding="utf-8")
@@ -56,3 +68,15 @@ def test_the_guides_first_pattern_passes_its_own_example(tmp_path: Path) -> None
     path.write_text(re.sub(r"^   ", "", block, flags=re.MULTILINE), encoding="utf-8")
     loaded = pattern.load_pattern(path)
     assert [run_example(loaded, example).label for example in loaded.examples] == ["ok"]
+
+
+def test_the_readmes_python_runs_and_another_inputs_coefficients_change_the_output() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), _Gate(8))
+    namespace = {"model": model, "inputs": torch.randn(3, 5, 8)}
+    exec(block, namespace)
+    expected = model[0](namespace["inputs"])
+    gate = torch.sigmoid(model[1].gate(expected)).flip(0)
+    assert torch.allclose(namespace["difference"] + namespace["output"], gate * model[1].value(expected), atol=1e-6)
+    assert float(namespace["difference"].detach().abs().max()) > 0

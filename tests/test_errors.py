@@ -5,7 +5,7 @@ import pytest
 from fxaudit import errors
 from fxaudit.errors import AuditError, DataError, PatternError, nearest
 
-# DESIGN.md, section 9.
+# The exit codes that the README promises.
 EXIT_CODES = {
     "UsageError": 2,
     "LoadError": 3,

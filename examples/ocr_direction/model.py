@@ -24,7 +24,7 @@ UPRIGHT, UPSIDE_DOWN = 0, 1
 
 
 def trained() -> tuple[nn.Module, Tensor]:
-    """The trained classifier and two example images, [inputs, 3, 48, 192]; it returns probabilities."""
+    """The trained classifier and eight example images, [inputs, 3, 48, 192]; it returns probabilities."""
     package = _package()
     definitions = str(package / "inference_engine" / "pytorch")
     sys.path.insert(0, definitions)
@@ -42,7 +42,7 @@ def trained() -> tuple[nn.Module, Tensor]:
         }
     ).eval()
     copy_weights(package / "models" / "ch_ppocr_mobile_v2.0_cls_mobile.onnx", module)
-    return module, evaluation()["x"][:2]
+    return module, evaluation()["x"][:8]
 
 
 def evaluation() -> dict[str, Tensor]:

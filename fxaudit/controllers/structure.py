@@ -1,5 +1,4 @@
-"""Structural tests that every match must pass, so that pattern authors need not repeat them (controllers.md, section
-2).
+"""Structural tests that every match must pass, so that pattern authors need not repeat them.
 
 Let P(v) be the nodes reachable backward from v through ops that neither learn nor select, up to and including the first
 learned op or selection. A coefficient c applied to a value v is a controller only if

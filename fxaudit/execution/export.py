@@ -3,7 +3,7 @@
 Each coefficient is cut by a *barrier* in the traced graph: a custom op that the exporter turns into a custom ONNX op,
 so that no pass can merge, fold or remove what stands before and after it. Only when every pass is done are the barriers
 taken out (live, tapped), or replaced by inputs (bound) or constants (baked). The graphs then share their node names,
-and what a controller costs is the set difference between them (research: execution.md, 0.3).
+and what a controller costs is the set difference between them.
 
 Shared sub-expressions are left apart and parameters as they are: the ONNX graph does what the torch graph does.
 """

@@ -1,6 +1,6 @@
 """Floating-point operations of graph nodes, by one formula for each op over the shapes of its operands.
 
-Not `torch.utils.flop_counter`: on CPU it counts fused attention and LSTM as zero (research: execution.md, 4.2).
+Not `torch.utils.flop_counter`: on CPU it counts fused attention and LSTM as zero.
 """
 
 from __future__ import annotations

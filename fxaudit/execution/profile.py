@@ -1,7 +1,7 @@
 """Counting runs: what onnxruntime executed for each input, read from its own profile.
 
 The COUNT role runs a model as it stands: no graph optimisation, weights not prepacked (a prepacked weight vanishes from
-the profiled shapes), one thread. Times in such a profile mean nothing (research: execution.md, 4.1 and 7).
+the profiled shapes), one thread. Times in such a profile mean nothing.
 """
 
 from __future__ import annotations

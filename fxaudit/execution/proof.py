@@ -2,7 +2,7 @@
 
 Two taints travel through the graph: the *values* of a tensor may depend on the data of an input, and its *shape* may.
 Work is static when no shape is tainted and no branch or loop is decided by tainted values. What happens inside one
-kernel (sorting, denormals, sparsity) is outside the proof (research: execution.md, 4.3).
+kernel (sorting, denormals, sparsity) is outside the proof.
 """
 
 from __future__ import annotations

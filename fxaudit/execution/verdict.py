@@ -35,7 +35,7 @@ DATA_DEPENDENT_KERNELS = "DATA_DEPENDENT_KERNELS"
 INCOMPLETE = "INCOMPLETE"
 INCOMPLETE_EXPORT = "INCOMPLETE(export)"
 
-# Float32 on CPU: 6 to 40 times what eight models showed (research: execution.md, 5). For both kinds of error.
+# Float32 on CPU: 6 to 40 times what eight models showed. For both kinds of error.
 TOLERANCE = 1e-5
 
 

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fxaudit.errors import LoadError
-from fxaudit.model.load import describe_file, load, load_weights, subject
+from fxaudit.model.files import describe_file
+from fxaudit.model.load import load, load_weights, subject
 
 GOOD = """
 import torch

@@ -301,10 +301,16 @@ def test_inputs_without_a_common_first_axis_have_no_input_axis():
 
 
 def test_a_model_that_takes_only_an_even_number_of_inputs_is_traced():
-    result = traced(PairedInputs(), torch.randn(2, 5, 8))
-    x = torch.randn(4, 5, 8)
+    result = traced(PairedInputs(), torch.randn(4, 5, 8))
+    x = torch.randn(6, 5, 8)
     with torch.no_grad():
         assert torch.equal(run(result, x), result.subject.module(x))
+
+
+def test_a_batch_whose_half_is_traced_as_the_constant_one_refuses_other_batches():
+    result = traced(PairedInputs(), torch.randn(2, 5, 8))
+    with pytest.raises(DataError, match="assumption"):
+        run(result, torch.randn(4, 5, 8))
 
 
 def test_a_random_op_is_a_finding_at_its_line():
