@@ -10,10 +10,10 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN = py="$$(.ci/env)" && "$$py" -m
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test slow example-ocr lint format wheel constraints clean
+.PHONY: help env demo bench test slow example-ocr lint format wheel constraints clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 env:  ## build the environment if need be and print its Python
 	@.ci/env
@@ -27,15 +27,20 @@ test: lint  ## lint, then the fast tests; ARGS="..." goes to pytest
 	$(RUN) pytest -n 2 --dist loadfile $(ARGS)
 
 slow:  ## the slow tests; ARGS="..." goes to pytest
-	$(RUN) pytest -m slow $(ARGS)
+	$(OCR) pytest -m slow $(ARGS)
 
-# The packages of the example are installed beside the environment, not into it: their own dependencies are not needed.
-example-ocr:  ## audit a third-party classifier with trained squeeze-excite gates into ./ocr-report/
-	py="$$(.ci/env)" && packages="$$(dirname "$$(dirname "$$py")")/ocr" && \
+# The package of the example is installed beside the environment, not into it: its own dependencies are not needed.
+OCR = py="$$(.ci/env)" && packages="$$(dirname "$$(dirname "$$py")")/ocr" && \
 	{ [ -d "$$packages/rapidocr" ] || "$$py" -m pip install -q --no-deps --target "$$packages" rapidocr==3.10.0; } && \
-	PYTHONPATH="$$packages" "$$py" -m fxaudit audit examples/ocr_direction/model.py:trained \
+	PYTHONPATH="$$packages" "$$py" -m
+
+example-ocr:  ## audit a third-party classifier with trained squeeze-excite gates into ./ocr-report/
+	$(OCR) fxaudit audit examples/ocr_direction/model.py:trained \
 	    --data examples/ocr_direction/model.py:evaluation --calibration examples/ocr_direction/model.py:calibration \
 	    --margin 0.05 -o ocr-report
+
+bench:  ## what recording and replaying cost, beside forward hooks
+	py="$$(.ci/env)" && PYTHONPATH=. "$$py" benchmarks/replay.py
 
 lint:  ## style, format and types, changing nothing
 	$(RUN) ruff check .

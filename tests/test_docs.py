@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 import pytest
 import torch
+from torch import nn
 
 from fxaudit import cli, ops
 from fxaudit.controllers import language, pattern, predicates
 from fxaudit.controllers.examples import run_example
-from torch import nn
 
 
 class _Gate(nn.Module):
