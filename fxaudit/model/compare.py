@@ -18,6 +18,21 @@ class Comparison:
     bitwise: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Comparisons:
+    """Several comparisons, and what they say together."""
+
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def bitwise(self) -> bool:
+        return all(comparison.bitwise for comparison in self.comparisons)
+
+    @property
+    def max_abs_diff(self) -> float:
+        return max(comparison.max_abs_diff for comparison in self.comparisons)
+
+
 def compare(name: str, expected: list[Any] | tuple[Any, ...], found: list[Any] | tuple[Any, ...]) -> Comparison:
     """How two lists of output leaves differ: the largest absolute difference, and whether every bit agrees."""
     if len(expected) != len(found):

@@ -15,8 +15,8 @@ from torch.fx import Node
 
 from fxaudit import ops
 from fxaudit.errors import DataError, nearest
+from fxaudit.model.functions import Purpose, call_function
 from fxaudit.model.inputs import resampled
-from fxaudit.model.load import _function
 from fxaudit.model.trace import TracedModel
 from fxaudit.provenance import tensor_bytes, tensor_digest
 
@@ -26,6 +26,7 @@ FORMS = (
     " example's own elements)"
 )
 TARGETS = "targets"
+_PURPOSE = Purpose(DataError, "data set", "a dict of arrays by input name", FORMS)
 _DIGEST_ROWS = 64
 
 
@@ -137,18 +138,25 @@ def load_data(place: str | Path | Mapping[str, Any], traced: TracedModel) -> Dat
     """The data set that `place` names, checked against the inputs of `traced`.
 
     Raises:
-        DataError: no such file, an unknown form, or arrays that do not fit the model's inputs.
+        DataError: no such file, an unknown form, a user's function that fails, arrays that do not fit the model's
+            inputs, or a model whose inputs share no first axis.
     """
-    if isinstance(place, Mapping):
-        return _checked(
-            "given arrays", {name: _Loaded(torch.as_tensor(value)) for name, value in place.items()}, traced
+    if traced.sample is None:
+        inputs = zip(traced.input_names, traced.placeholders(), strict=True)
+        raise DataError(
+            f"{traced.subject.source} has no input axis to give data along",
+            expected="inputs that share their first axis",
+            found=", ".join(f"{name} {_axes(ops.sizes(node) or ())}" for name, node in inputs) or "no input",
+            remedy="wrap the model so that every input has the inputs along its first axis",
         )
+    if isinstance(place, Mapping):
+        return _checked("given arrays", _loaded("given arrays", place), traced)
     text = str(place)
     if text == "example" or re.fullmatch(r"resampled:\d+", text):
         return _checked(text, _from_example(text, traced), traced)
     path = Path(text)
-    if re.search(r"\.py:\w+$", text):
-        made = _function(text)()
+    if re.search(r"\.py:[\w.]+$", text):
+        made = call_function(text, _PURPOSE)
         if not isinstance(made, Mapping):
             raise DataError(
                 f"{text} did not return data",
@@ -156,7 +164,7 @@ def load_data(place: str | Path | Mapping[str, Any], traced: TracedModel) -> Dat
                 found=type(made).__name__,
                 remedy="return {'input name': tensor}",
             )
-        return _checked(text, {name: _Loaded(torch.as_tensor(value)) for name, value in made.items()}, traced)
+        return _checked(text, _loaded(text, made), traced)
     if not path.exists():
         raise DataError(
             f"{path} does not exist",
@@ -175,6 +183,36 @@ def load_data(place: str | Path | Mapping[str, Any], traced: TracedModel) -> Dat
             remedy="save it with safetensors.torch.save_file",
         )
     return _checked(text, readers[path.suffix](path), traced)
+
+
+def _loaded(source: str, arrays: Mapping[Any, Any]) -> dict[str, Column]:
+    """Columns of arrays that are in memory: tensors, numpy arrays, or nested lists of numbers."""
+    columns: dict[str, Column] = {}
+    for name, value in arrays.items():
+        try:
+            tensor = torch.as_tensor(value).detach()
+        except Exception as error:  # TypeError, ValueError or RuntimeError, by what the value is
+            raise DataError(
+                f"`{name}` in {source} is not an array of numbers",
+                expected="a tensor, or what torch.as_tensor takes",
+                found=f"{type(value).__name__}: {error}",
+                remedy="convert it; text goes through the model's tokenizer first",
+            ) from error
+        columns[str(name)] = _Loaded(_with_input_axis(source, str(name), tensor))
+    return columns
+
+
+def _with_input_axis(source: str, name: str, array: Any) -> Any:
+    """`array` itself (a tensor or a slice of a file) when it has an axis."""
+    shape = array.shape if isinstance(array, Tensor) else array.get_shape()
+    if not len(shape):
+        raise DataError(
+            f"`{name}` in {source} is a single number",
+            expected="the inputs along the first axis of every array",
+            found="an array without an axis",
+            remedy="leave it out: a number that all inputs share keeps the value of the model's example",
+        )
+    return array
 
 
 def _from_example(text: str, traced: TracedModel) -> dict[str, Column]:
@@ -201,7 +239,7 @@ def _safetensors(path: Path) -> dict[str, Column]:
 
     try:
         file = safe_open(path, framework="pt")
-        return {name: _Mapped(file.get_slice(name)) for name in file.keys() if file.get_slice(name).get_shape()}  # noqa: SIM118
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise DataError(
             f"{path} is not a safetensors file",
@@ -209,6 +247,7 @@ def _safetensors(path: Path) -> dict[str, Column]:
             found=str(error),
             remedy="write it again with safetensors.torch.save_file",
         ) from error
+    return {name: _Mapped(_with_input_axis(str(path), name, rows)) for name, rows in slices.items()}
 
 
 def _npz(path: Path) -> dict[str, Column]:
@@ -216,14 +255,18 @@ def _npz(path: Path) -> dict[str, Column]:
 
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: _Loaded(torch.from_numpy(file[name])) for name in file.files if file[name].ndim}
-    except (OSError, ValueError) as error:
+            arrays = {name: file[name] for name in file.files}
+        kinds = {name: getattr(array, "dtype", None) for name, array in arrays.items()}
+        if odd := [name for name, kind in kinds.items() if kind is None or kind.kind not in "biufc"]:
+            raise ValueError(f"`{odd[0]}` holds no numbers ({kinds[odd[0]] or 'not an array'})")
+    except Exception as error:  # damaged bytes fail in as many ways as the zip format has fields
         raise DataError(
             f"{path} is not an .npz file of plain arrays",
             expected="arrays of numbers, saved with numpy.savez",
-            found=str(error),
+            found=str(error) or type(error).__name__,
             remedy="write it again with numpy.savez; object arrays are pickles and are refused",
         ) from error
+    return _loaded(str(path), arrays)
 
 
 def _text(path: Path, traced: TracedModel) -> dict[str, Column]:
@@ -256,12 +299,18 @@ def _text(path: Path, traced: TracedModel) -> dict[str, Column]:
 
 
 def _tokens(path: Path, traced: TracedModel) -> Tensor:
-    directory = traced.subject.tokenizer
-    if directory is not None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        return torch.tensor(tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
+    try:
+        content = path.read_bytes()
+        directory = traced.subject.tokenizer
+        if directory is not None:
+            return _tokenized(content.decode("utf-8"), directory)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path} is no text that can be read",
+            expected="a file in UTF-8",
+            found=str(error),
+            remedy="convert it to UTF-8, or give token ids and `targets` in a .safetensors file",
+        ) from error
     classes = {size[-1] for node in traced.output_leaves() if isinstance(node, Node) and (size := ops.sizes(node))}
     if 256 not in classes:
         raise DataError(
@@ -270,7 +319,23 @@ def _tokens(path: Path, traced: TracedModel) -> Tensor:
             found=f"outputs with {', '.join(map(str, sorted(classes, key=str)))} classes",
             remedy="give token ids and `targets` in a .safetensors file",
         )
-    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+def _tokenized(text: str, directory: Path) -> Tensor:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    except Exception as error:
+        raise DataError(
+            f"the tokenizer in {directory} could not be used",
+            where=str(directory),
+            expected="a tokenizer that transformers loads without code of the directory's own",
+            found=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
+            remedy="give token ids and `targets` in a .safetensors file",
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +418,10 @@ def _checked(source: str, columns: dict[str, Column], traced: TracedModel) -> Da
     count = next(iter(counts.values()))
     inputs = {name: columns[name] for name in wanted}
     return DataSet(source, count, inputs, _digest(columns), columns.get(TARGETS))
+
+
+def _axes(shape: Sequence[Any]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
 
 
 def _check_column(source: str, name: str, row: Tensor, node: Any) -> None:

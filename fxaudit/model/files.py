@@ -34,6 +34,7 @@ _PLAIN = {"collections.OrderedDict", "torch.Size", "torch.device", "torch.serial
     f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
 
+_STRING_OPCODES = "STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8".split()
 _UNKNOWN_GLOBAL = "an unknown global"
 _DAMAGED = "a truncated or damaged archive"
 
@@ -180,8 +181,10 @@ class _Machine:
         for _ in before:
             self.stack.pop()
         for kind in opcode.stack_after:
-            is_mark = kind is pickletools.markobject
-            self.stack.append(kind if is_mark else argument if isinstance(argument, str) else None)
+            if kind is pickletools.markobject:
+                self.stack.append(kind)
+            else:
+                self.stack.append(argument if opcode.name in _STRING_OPCODES else None)
 
     def _push_global(self, name: str) -> None:
         self.globals.append(name)

@@ -80,7 +80,8 @@ def _file(path: Path, purpose: Purpose) -> ModuleType:
         )
     name = f"fxaudit_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, "every path that ends in .py has a loader"
+    assert spec is not None, "every path that ends in .py can be imported from"
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Registered, so that dataclasses inside the file find their module.
     sys.modules[name] = module

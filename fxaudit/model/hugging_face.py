@@ -25,21 +25,17 @@ def load_directory(path: Path, *, pretrained: bool) -> tuple[nn.Module, Callable
         LoadError: no configuration, an unknown or custom class, or weights that do not load.
     """
     architecture = _architecture(path)
+    model_class = _model_class(architecture, path)
     import transformers
 
-    model_class = getattr(transformers, architecture, None)
-    if model_class is None:
-        raise LoadError(
-            f"transformers has no class `{architecture}`",
-            where=str(path / CONFIG),
-            expected=f"a class of transformers {transformers.__version__}",
-            found=architecture,
-            remedy="install the transformers version that the model was saved with, or name a function that builds it",
-        )
+    info: dict[str, Any] = {}
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if pretrained:
-            module = model_class.from_pretrained(path, local_files_only=True, use_safetensors=True, config=config)
+            loaded: Any = model_class.from_pretrained(
+                path, local_files_only=True, use_safetensors=True, config=config, output_loading_info=True
+            )
+            module, info = loaded
         else:
             module = model_class(config)
     except Exception as error:
@@ -50,14 +46,41 @@ def load_directory(path: Path, *, pretrained: bool) -> tuple[nn.Module, Callable
             found=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
             remedy="convert the weights to safetensors, or use --random-init for the architecture alone",
         ) from error
+    # transformers draws what it does not find at random, and goes on.
+    if missing := sorted(info.get("missing_keys", ())):
+        raise LoadError(
+            f"the weights in {path} do not fit {architecture}",
+            where=str(path),
+            expected="every weight of the class that config.json names",
+            found=f"missing {', '.join(missing[:4])}{f' and {len(missing) - 4} more' if len(missing) > 4 else ''}",
+            remedy="name the class that the weights were saved from under `architectures` in config.json",
+        )
     return module, lambda: example_inputs(module, path)
+
+
+def _model_class(architecture: str, path: Path) -> Any:
+    import transformers
+
+    try:
+        found = getattr(transformers, architecture)
+    except Exception:  # no such name, or one whose own imports fail
+        found = None
+    # The name comes from the directory: of all that transformers holds, only a model may be called.
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return found
+    raise LoadError(
+        f"transformers has no model class `{architecture}`",
+        where=str(path / CONFIG),
+        expected=f"a model class of transformers {transformers.__version__}",
+        found=architecture,
+        remedy="install the transformers version that the model was saved with, or name a function that builds it",
+    )
 
 
 def _architecture(path: Path) -> str:
     try:
         config = json.loads((path / CONFIG).read_bytes())
-        names = config["architectures"]
-        architecture = names[0]
+        architecture = config["architectures"][0]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise LoadError(
             f"{path} is no model directory",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxaudit.errors import LoadError
+from fxaudit.errors import LoadError, UsageError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -79,15 +79,35 @@ def with_batch_of_two(arguments: Arguments, seed: int) -> Arguments:
     if batch_of(arguments) != 1:
         return arguments
     other = iter(tensors_of(resampled(arguments, seed)))
-    return map_tensors(lambda tensor: torch.cat([tensor, next(other)]), arguments)
+
+    def join(tensor: Tensor) -> Tensor:
+        second = next(other)
+        return torch.cat([tensor, second]) if tensor.ndim else tensor
+
+    return map_tensors(join, arguments)
 
 
 def with_window(arguments: Arguments, window: int, seed: int) -> Arguments:
-    """`arguments` with every tensor of whole numbers [inputs, tokens] cut or filled up to `window` tokens."""
+    """`arguments` with every tensor of whole numbers [inputs, tokens] cut or filled up to `window` tokens.
+
+    Raises:
+        UsageError: there is no such tensor.
+    """
     generator = torch.Generator().manual_seed(seed)
 
+    def is_tokens(tensor: Tensor) -> bool:
+        return tensor.ndim == 2 and tensor.shape[1] > 0 and not tensor.is_floating_point()
+
+    if not any(map(is_tokens, tensors := tensors_of(arguments))):
+        raise UsageError(
+            "a window has no meaning for these inputs",
+            expected="an input of whole numbers, [inputs, tokens]",
+            found=", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors) or "no tensor",
+            remedy="leave --window out",
+        )
+
     def resize(tensor: Tensor) -> Tensor:
-        if tensor.ndim != 2 or tensor.is_floating_point() or tensor.shape[1] == window:
+        if not is_tokens(tensor) or tensor.shape[1] == window:
             return tensor
         if tensor.shape[1] > window:
             return tensor[:, :window].contiguous()

@@ -7,14 +7,10 @@ package that the user named.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import pickletools
-import sys
-import zipfile
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +18,8 @@ from torch import nn
 
 from fxaudit.errors import LoadError, nearest
 from fxaudit.model import hugging_face
+from fxaudit.model.files import describe_file
+from fxaudit.model.functions import Purpose, call_function
 from fxaudit.model.inputs import Arguments, as_arguments, with_batch_of_two, with_window
 
 FORMS = (
@@ -29,6 +27,7 @@ FORMS = (
     " (a function that returns a module, or a module and its example inputs)"
 )
 _ZOOS = ("torchvision", "timm")
+_PURPOSE = Purpose(LoadError, "model", "a module, or a module and its example inputs", FORMS, _ZOOS)
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
@@ -70,6 +69,7 @@ def load(
 
     Raises:
         LoadError: with what the name was taken for, and what would work.
+        UsageError: a window for a model that takes no token ids.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -108,7 +108,7 @@ def _build(model: str, *, pretrained: bool) -> tuple[nn.Module, Any]:
     if path.suffix in (*_PICKLES, ".pt2"):
         raise _refused_file(path)
     if scheme and name:
-        return _call(model, _function(model))
+        return _module_and_inputs(model, call_function(model, _PURPOSE))
     if path.is_dir():
         return hugging_face.load_directory(path, pretrained=pretrained)
     if path.suffix == ".py" and path.exists():
@@ -129,88 +129,8 @@ def _build(model: str, *, pretrained: bool) -> tuple[nn.Module, Any]:
     )
 
 
-# --- callables ------------------------------------------------------------------------------------------------------
-
-
-def _function(model: str) -> Callable[[], Any]:
-    place, _, name = model.rpartition(":")
-    module = _python_file(Path(place)) if place.endswith(".py") else _python_package(place, model)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-            raise LoadError(
-                f"{place} has no `{name}`{nearest(name, functions)}",
-                where=place,
-                expected="a function that returns a module, or a module and its example inputs",
-                found=f"callables {', '.join(functions[:12]) or 'none'}",
-                remedy="name one of them",
-            )
-        found = getattr(found, part)
-    if not callable(found):
-        raise LoadError(
-            f"`{name}` in {place} is not callable",
-            where=place,
-            expected="a function that returns a module, or a module and its example inputs",
-            found=f"a {type(found).__name__}",
-            remedy=f"wrap it: def build(): return {name}",
-        )
-    return found
-
-
-def _python_file(path: Path) -> ModuleType:
-    if not path.exists():
-        raise LoadError(
-            f"{path} does not exist",
-            expected="a Python file",
-            found="no such file",
-            remedy="check the spelling and the working directory",
-        )
-    name = f"fxaudit_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise LoadError(f"{path} cannot be imported", expected="a Python file", found=path.suffix, remedy="")
-    module = importlib.util.module_from_spec(spec)
-    # Registered, so that dataclasses and pickles inside the file find their module; beside its own imports on the path.
-    sys.modules[name] = module
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise _failed(f"importing {path} failed", error) from error
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    return module
-
-
-def _python_package(place: str, model: str) -> ModuleType:
-    if "/" in place or "\\" in place:
-        raise LoadError(
-            f"{model} is not a model that fxaudit can load",
-            expected=FORMS,
-            found=f"`{place}`, which is neither a .py file nor an importable package",
-            remedy="write file.py:function, with the ending",
-        )
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (place == error.name or place.startswith(error.name + ".")):
-            raise LoadError(
-                f"there is no package `{place}`{nearest(place, _ZOOS)}",
-                expected=FORMS,
-                found=model,
-                remedy="install the package, or name a file as path/to/file.py:function",
-            ) from error
-        raise _failed(f"importing {place} failed", error) from error
-    except Exception as error:
-        raise _failed(f"importing {place} failed", error) from error
-
-
-def _call(model: str, function: Callable[[], Any]) -> tuple[nn.Module, Any]:
-    try:
-        made = function()
-    except Exception as error:
-        raise _failed(f"{model} raised {type(error).__name__}", error) from error
+def _module_and_inputs(model: str, made: Any) -> tuple[nn.Module, Any]:
+    """What a user's function returned, in two parts; without inputs the second is None."""
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
         raise LoadError(
@@ -220,19 +140,6 @@ def _call(model: str, function: Callable[[], Any]) -> tuple[nn.Module, Any]:
             remedy="return the module itself, with its weights loaded",
         )
     return module, inputs
-
-
-def _failed(what: str, error: Exception) -> LoadError:
-    """An error in the user's own code, with the line it was raised at."""
-    import traceback
-
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return LoadError(
-        what,
-        where=f"{frame.filename}:{frame.lineno}   {frame.line}",
-        found=f"{type(error).__name__}: {error}",
-        remedy="run the function in Python by itself; it must return without an error",
-    )
 
 
 # --- model zoos -----------------------------------------------------------------------------------------------------
@@ -246,8 +153,14 @@ def _torchvision(name: str, pretrained: bool) -> tuple[nn.Module, Any]:
     weights = models.get_model_weights(name).DEFAULT
     preset = weights.transforms()
     size = preset.crop_size[0] if hasattr(preset, "crop_size") else 224
-    module = _pretrained_or_error(
-        "torchvision", name, lambda: models.get_model(name, weights=weights if pretrained else None)
+    # Left to itself, a segmentation or detection model without weights still downloads its backbone's.
+    takes_backbone = "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters
+    backbone = {"weights_backbone": None} if takes_backbone and not pretrained else {}
+    module = _zoo_model(
+        "torchvision",
+        name,
+        pretrained,
+        lambda: models.get_model(name, weights=weights if pretrained else None, **backbone),
     )
     return module, lambda: torch.randn(2, 3, size, size)
 
@@ -256,7 +169,7 @@ def _timm(name: str, pretrained: bool) -> tuple[nn.Module, Any]:
     timm = _import_zoo("timm", "timm")
     if not timm.is_model(name.partition(".")[0]):
         raise _unknown_zoo_model("timm", name, timm.list_models())
-    module = _pretrained_or_error("timm", name, lambda: timm.create_model(name, pretrained=pretrained))
+    module = _zoo_model("timm", name, pretrained, lambda: timm.create_model(name, pretrained=pretrained))
     config: Any = module.pretrained_cfg
     return module, lambda: torch.randn(2, *config.get("input_size", (3, 224, 224)))
 
@@ -285,15 +198,22 @@ def _unknown_zoo_model(zoo: str, name: str, known: list[str]) -> LoadError:
     )
 
 
-def _pretrained_or_error(zoo: str, name: str, build: Callable[[], nn.Module]) -> nn.Module:
+def _zoo_model(zoo: str, name: str, pretrained: bool, build: Callable[[], nn.Module]) -> nn.Module:
     try:
         return build()
     except Exception as error:
+        if pretrained:
+            expected = "a model with its pretrained weights, which are downloaded once"
+            remedy = "--random-init for the architecture alone, or --weights FILE.safetensors for your own weights"
+        else:
+            expected = "a model that is built without a download"
+            remedy = f"name a function that builds it, in a Python file of your own, or use another version of {zoo}"
         raise LoadError(
             f"{zoo} could not build {name}",
-            expected="a model with its pretrained weights, which are downloaded once",
-            found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            remedy="--random-init for the architecture alone, or --weights FILE.safetensors for your own weights",
+            where=f"{zoo}:{name}",
+            expected=expected,
+            found=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
+            remedy=remedy,
         ) from error
 
 
@@ -332,14 +252,14 @@ def load_weights(module: nn.Module, path: Path) -> None:
             found="\n".join(str(error).splitlines()[1:4]).strip(),
             remedy="build the model with the configuration that the weights were saved from",
         ) from error
-    # A tied weight is saved once; its other names are missing without being absent.
-    own = {id(t): n for n, t in [*module.named_parameters(), *module.named_buffers()]}
+    # A tied weight is saved once, under any of its names; its other names are missing without being absent.
     tensors = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
-    missing = [name for name in missing if own.get(id(tensors[name])) not in state or own[id(tensors[name])] == name]
+    saved = {id(tensors[name]) for name in state if name in tensors}
+    missing = [name for name in missing if name not in tensors or id(tensors[name]) not in saved]
     if missing or unexpected:
         raise LoadError(
             f"the weights in {path} do not fit the model",
-            expected=f"{len(tensors)} tensors named as in the model's state dict",
+            expected=f"{len(module.state_dict())} tensors named as in the model's state dict",
             found=f"missing {_few(missing)}; unexpected {_few(unexpected)}",
             remedy="build the model with the configuration that the weights were saved from",
         )
@@ -365,55 +285,3 @@ def _refused_file(path: Path) -> LoadError:
         remedy="name the function that builds the model, and give the weights as safetensors:\n"
         "fxaudit trace file.py:function --weights weights.safetensors",
     )
-
-
-def describe_file(path: Path) -> str:
-    """What a weight file is, told from its content without unpickling it."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(8)
-        if not head:
-            return "an empty file"
-        if zipfile.is_zipfile(path):
-            return _describe_archive(path)
-        if head[:1] == b"\x80":
-            return f"a bare pickle; {_describe_pickle(path.read_bytes()[:1_000_000])}"
-        return "neither a torch archive nor a pickle"
-    except (OSError, zipfile.BadZipFile) as error:
-        return f"an unreadable file ({error})"
-
-
-def _describe_archive(path: Path) -> str:
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-        tops = {name.split("/", 1)[-1] for name in names}
-        if "archive_format" in tops or any(name.endswith("models/model.json") for name in names):
-            return "a torch.export archive (.pt2)"
-        if any(name.startswith("code/") for name in tops):
-            return "a TorchScript archive"
-        pickles = [name for name in names if name.endswith("/data.pkl") or name == "data.pkl"]
-        if not pickles:
-            return "a zip archive that torch did not write"
-        with archive.open(pickles[0]) as file:
-            return _describe_pickle(file.read(1_000_000))
-
-
-def _describe_pickle(data: bytes) -> str:
-    """What a pickle would build, read off its opcodes; nothing is imported or called."""
-    found: list[str] = []
-    strings: list[str] = []
-    try:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name == "GLOBAL":
-                found.append(str(argument).replace(" ", "."))
-            elif opcode.name == "STACK_GLOBAL" and len(strings) >= 2:
-                found.append(f"{strings[-2]}.{strings[-1]}")
-            elif isinstance(argument, str):
-                strings.append(argument)
-    except Exception:  # a truncated or hostile pickle: what was read so far is all there is to say
-        pass
-    harmless = ("collections.OrderedDict", "torch._utils._rebuild_", "torch.storage.", "torch.FloatStorage")
-    named = [g for g in dict.fromkeys(found) if not g.startswith(harmless) and not g.endswith("Storage")]
-    if not named:
-        return "a pickled state dict (tensors only)"
-    return f"a pickle that would call {', '.join(named[:5])}{' and more' if len(named) > 5 else ''}"

@@ -2,7 +2,7 @@
 computes.
 
 Front end: `torch.export.export(strict=False)` after one eager call, then `run_decompositions({})`, which makes
-in-place ops functional and leaves `linear`, `conv2d`, `softplus` and `einsum` whole (research: tracing.md). Full
+in-place ops functional and leaves `linear`, `conv2d`, `softplus` and `einsum` whole. Full
 core-ATen decomposition would destroy what patterns look for.
 """
 
@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from fxaudit import ops
 from fxaudit.axes import Size, plain_size
 from fxaudit.errors import DataError, TraceError
-from fxaudit.model.compare import Comparison, compare
+from fxaudit.model.compare import Comparisons, compare
 from fxaudit.model.frames import user_frame
 from fxaudit.model.inputs import Arguments, batch_of, cloned, resampled, tensors_of
 from fxaudit.model.load import Subject
@@ -46,19 +46,8 @@ class Finding:
     where: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Fidelity:
+class Fidelity(Comparisons):
     """How the trace differs from the eager model, over all comparisons."""
-
-    comparisons: tuple[Comparison, ...]
-
-    @property
-    def bitwise(self) -> bool:
-        return all(comparison.bitwise for comparison in self.comparisons)
-
-    @property
-    def max_abs_diff(self) -> float:
-        return max(comparison.max_abs_diff for comparison in self.comparisons)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,12 +238,9 @@ def _export(subject: Subject) -> tuple[ExportedProgram, list[Finding]]:
     Where the model relates their sizes in another way that is refused, and each input gets a symbol of its own.
     """
     failure: Exception | None = None
-    batch = batch_of(subject.arguments)
-    if batch is not None:
-        # Of a batch of 2 or 3 a half is 1, which export takes for a constant.
-        example = resampled(subject.arguments, 0, 2 * batch) if batch < 4 else subject.arguments
+    if batch_of(subject.arguments) is not None:
         for dimension in (Dim("batch"), Dim.AUTO):
-            args, kwargs = cloned(example)
+            args, kwargs = cloned(subject.arguments)
             try:
                 shapes = _dynamic_shapes(subject.module, args, kwargs, dimension)
                 return torch.export.export(subject.module, args, kwargs, dynamic_shapes=shapes, strict=False), []

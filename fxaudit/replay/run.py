@@ -9,7 +9,7 @@ from typing import Any
 
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.errors import DataError, SelfCheckError, StoreError
-from fxaudit.model.compare import Comparison, compare
+from fxaudit.model.compare import Comparison, Comparisons, compare
 from fxaudit.model.data import DataSet
 from fxaudit.model.settings import exact_numerics
 from fxaudit.model.trace import Finding, run_flat
@@ -29,19 +29,8 @@ class Recording:
     findings: tuple[Finding, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class IdentityReplay:
+class IdentityReplay(Comparisons):
     """The frozen model with its own recorded coefficients against the live model, batch by batch."""
-
-    comparisons: tuple[Comparison, ...]
-
-    @property
-    def bitwise(self) -> bool:
-        return all(comparison.bitwise for comparison in self.comparisons)
-
-    @property
-    def max_abs_diff(self) -> float:
-        return max(comparison.max_abs_diff for comparison in self.comparisons)
 
 
 def record(

@@ -9,7 +9,7 @@ from fxaudit.axes import Size
 from fxaudit.controllers.controller import Coefficient, Controller
 from fxaudit.controllers.match import NearMiss
 from fxaudit.execution.flops import count_flops
-from fxaudit.model.compare import Comparison
+from fxaudit.model.compare import Comparisons
 from fxaudit.model.trace import Finding, TracedModel
 from fxaudit.provenance import environment
 from fxaudit.replay.run import IdentityReplay, Recording
@@ -44,7 +44,7 @@ def trace(report: TraceReport) -> dict[str, Any]:
             "outputs": list(traced.output_names),
             "batch": "dynamic" if traced.is_batch_dynamic else traced.sample,
         },
-        "fidelity": _comparisons(traced.fidelity.comparisons),
+        "fidelity": _comparisons(traced.fidelity),
         "identity": identity(report.identity),
         "counts": matched.counts,
         "other": {},
@@ -56,7 +56,7 @@ def trace(report: TraceReport) -> dict[str, Any]:
 
 
 def identity(replayed: IdentityReplay | None) -> dict[str, Any] | None:
-    return None if replayed is None else _comparisons(replayed.comparisons)
+    return None if replayed is None else _comparisons(replayed)
 
 
 def record(recording: Recording, traced: TracedModel, replayed: IdentityReplay) -> dict[str, Any]:
@@ -110,12 +110,12 @@ def removed_by_module(exported: ExportedGraphs) -> list[dict[str, Any]]:
     ]
 
 
-def _comparisons(comparisons: tuple[Comparison, ...]) -> dict[str, Any]:
+def _comparisons(found: Comparisons) -> dict[str, Any]:
     return {
-        "max_abs_diff": max(c.max_abs_diff for c in comparisons),
-        "bitwise": all(c.bitwise for c in comparisons),
+        "max_abs_diff": found.max_abs_diff,
+        "bitwise": found.bitwise,
         "comparisons": [
-            {"inputs": c.inputs, "max_abs_diff": c.max_abs_diff, "bitwise": c.bitwise} for c in comparisons
+            {"inputs": c.inputs, "max_abs_diff": c.max_abs_diff, "bitwise": c.bitwise} for c in found.comparisons
         ],
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.text import Text
 from fxaudit.controllers.controller import Controller
 from fxaudit.controllers.examples import Outcome
 from fxaudit.controllers.pattern import Pattern
+from fxaudit.model.compare import Comparison, Comparisons
 from fxaudit.model.trace import Finding, TracedModel
 from fxaudit.replay.dependence import Dependence, ReplayResult
 from fxaudit.replay.run import IdentityReplay, Recording
@@ -33,19 +35,9 @@ def trace(report: TraceReport, console: Console) -> None:
     )
     if traced.settings:
         _line(console, "settings", ", ".join(f"{key}={value}" for key, value in traced.settings.items()))
-    exact = traced.fidelity
-    _line(
-        console,
-        "fidelity",
-        _exactness(exact.bitwise, exact.max_abs_diff, len(exact.comparisons), "equal to the eager model"),
-    )
+    _line(console, "fidelity", _exactness(traced.fidelity, "equal to the eager model"))
     if report.identity is not None:
-        same = report.identity
-        _line(
-            console,
-            "identity",
-            _exactness(same.bitwise, same.max_abs_diff, len(same.comparisons), "frozen equal to live"),
-        )
+        _line(console, "identity", _exactness(report.identity, "frozen equal to live"))
     counts = {name: count for name, count in matched.counts.items() if count}
     _line(console, "controllers", ", ".join(f"{n} {name}" for name, n in counts.items()) or "none")
     if matched.controllers:
@@ -55,8 +47,11 @@ def trace(report: TraceReport, console: Console) -> None:
     findings(report.findings, console)
 
 
-def _exactness(bitwise: bool, difference: float, runs: int, what: str) -> str:
-    return f"{what} bit for bit in {runs} runs" if bitwise else f"not bitwise: up to {difference:.3g} in {runs} runs"
+def _exactness(found: Comparisons, what: str) -> str:
+    runs = len(found.comparisons)
+    if found.bitwise:
+        return f"{what} bit for bit in {runs} runs"
+    return f"not bitwise: up to {found.max_abs_diff:.3g} in {runs} runs"
 
 
 def _line(console: Console, label: str, text: str) -> None:
@@ -118,10 +113,7 @@ def record(recording: Recording, replayed: IdentityReplay, console: Console) -> 
 
 
 def identity(replayed: IdentityReplay, console: Console) -> None:
-    text = _exactness(
-        replayed.bitwise, replayed.max_abs_diff, len(replayed.comparisons), "replayed from disk, equal to live"
-    )
-    _line(console, "identity", text)
+    _line(console, "identity", _exactness(replayed, "replayed from disk, equal to live"))
 
 
 def replay(replayed: IdentityReplay, found: Dependence | None, console: Console) -> None:
@@ -161,14 +153,13 @@ def audit(found: dict[str, Any], report: Path, console: Console) -> None:
     _line(console, "model", f"{found['model']['source']}, {found['model']['parameters']:,} parameters")
     counts = {name: count for name, count in found["counts"].items() if count}
     _line(console, "controllers", ", ".join(f"{count} {name}" for name, count in counts.items()))
-    same = found["identity"]
-    _line(
-        console,
-        "identity",
-        _exactness(
-            same["bitwise"], same["max_abs_diff"], len(same["comparisons"]), "replayed from disk, equal to live"
-        ),
+    replayed = found["identity"]["comparisons"]
+    # An infinite difference is null in JSON.
+    rows = (
+        Comparison(r["inputs"], r["max_abs_diff"] if r["max_abs_diff"] is not None else inf, r["bitwise"])
+        for r in replayed
     )
+    identity(IdentityReplay(tuple(rows)), console)
     for claim, sentence in claims(found).items():
         _line(console, claim, f"{found['verdict'][claim]}: {sentence}")
     findings(tuple(Finding(f["kind"], f["text"], f["where"]) for f in found["findings"]), console)

@@ -34,14 +34,15 @@ def _variation(found: dict[str, Any]) -> str:
         shares = {level: share for level, share in pattern["share"].items() if share is not None}
         if shares:
             first, *_, last = shares
-            explained = ", ".join(f"{percent(shares[level])} of {LEVELS[level]}" for level in (first, last))
-            which = f"which of {pattern['controllers']} {pattern['pattern']} controllers it is"
-            parts.append(f"{which} explains, of the variance, {explained}")
+            parts.append(
+                f"layer identity of {pattern['controllers']} {pattern['pattern']} holds {percent(shares[first])} of the"
+                f" variance of {LEVELS[first]}, {percent(shares[last])} of that of {LEVELS[last]}"
+            )
     moving = [c["shares"] for c in found["controllers"] if c["shares"]]
     if moving:
         means = {name: sum(shares[name] for shares in moving) / len(moving) for name in moving[0]}
         explained = ", ".join(f"the {name} {percent(means[name])}" for name in ("unit", "position", "input"))
-        parts.append(f"within a controller, on average, {explained}")
+        parts.append(f"within a controller it is, on average, {explained}")
     return "; ".join(parts) or "the coefficients take one value"
 
 

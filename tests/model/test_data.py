@@ -1,4 +1,5 @@
 import hashlib
+import sys
 import zipfile
 from pathlib import Path
 
@@ -217,6 +218,26 @@ def test_unequal_numbers_of_inputs_are_refused_by_their_counts(traced):
     assert refused(given, traced).found == "ids: 5, mask: 4"
 
 
+def test_a_model_without_an_input_axis_takes_no_data():
+    class Product(nn.Module):
+        def forward(self, x, y):
+            return x @ y
+
+    product = trace(subject(Product(), (torch.ones(2, 3), torch.ones(3, 4))))
+    for place in ("example", {"x": torch.ones(2, 3), "y": torch.ones(3, 4)}):
+        error = refused(place, product)
+        assert error.expected == "inputs that share their first axis"
+        assert error.found == "x [2, 3], y [3, 4]"
+
+
+def test_a_number_that_all_inputs_share_is_refused_in_every_form(tmp_path, traced):
+    given = {**arrays(), "scale": torch.tensor(3.0)}
+    save_file(given, tmp_path / "data.safetensors")
+    np.savez(tmp_path / "data.npz", **{name: array.numpy() for name, array in given.items()})
+    for place in (given, tmp_path / "data.safetensors", tmp_path / "data.npz"):
+        assert "`scale`" in refused(place, traced).what
+
+
 def test_data_without_an_input_is_refused(traced):
     refused({name: array[:0] for name, array in arrays().items()}, traced)
 
@@ -230,9 +251,10 @@ def test_object_arrays_are_refused_without_unpickling_them(tmp_path, traced):
     assert "pickle" in refused(tmp_path / "data.npz", traced).remedy
 
 
-def test_text_arrays_are_refused(tmp_path, traced):
-    np.savez(tmp_path / "data.npz", ids=np.array(["a", "b"]), mask=np.ones(2))
-    refused(tmp_path / "data.npz", traced)
+@pytest.mark.parametrize("array", [np.array(["a", "b"]), np.array([b"a", b"b"]), np.array(["2026-01-01"], "M8[D]")])
+def test_arrays_of_anything_but_numbers_are_refused_by_name(tmp_path, traced, array):
+    np.savez(tmp_path / "data.npz", ids=array, mask=np.ones(2))
+    assert "`ids`" in refused(tmp_path / "data.npz", traced).found
 
 
 @pytest.mark.parametrize("form", ["safetensors", "npz"])
@@ -273,6 +295,48 @@ def test_a_function_that_raises_is_refused_at_its_line(tmp_path, traced):
     assert f"{path}:2" in refused(f"{path}:inputs", traced).where
 
 
+def test_a_function_that_fails_inside_torch_is_refused_at_its_own_line(tmp_path, traced):
+    path = tmp_path / "data.py"
+    path.write_text("import torch\ndef inputs():\n    return torch.nn.Linear(3, 2)(torch.zeros(5))\n")
+    assert f"{path}:3" in refused(f"{path}:inputs", traced).where
+
+
+def test_a_function_that_ends_the_process_is_refused_at_its_line(tmp_path, traced):
+    path = tmp_path / "data.py"
+    path.write_text("import sys\ndef inputs():\n    sys.exit(3)\n")
+    assert f"{path}:3" in refused(f"{path}:inputs", traced).where
+
+
+@pytest.mark.parametrize("code", ["def inputs(:", "1 / 0"])
+def test_a_file_that_cannot_be_imported_is_refused_as_data(tmp_path, traced, code):
+    path = tmp_path / "data.py"
+    path.write_text(f"import torch\n{code}\n")
+    assert f"{path}:2" in refused(f"{path}:inputs", traced).where
+
+
+def test_a_missing_file_of_a_function_is_refused_as_data(tmp_path, traced):
+    assert refused(f"{tmp_path}/data.py:inputs", traced).found == "no such file"
+
+
+def test_a_function_may_import_a_file_beside_its_own_when_it_is_called(tmp_path, traced):
+    (tmp_path / "fxaudit_test_rows.py").write_text("COUNT = 6\n")
+    path = tmp_path / "data.py"
+    path.write_text(
+        "import torch\ndef inputs():\n    from fxaudit_test_rows import COUNT\n"
+        "    return {'ids': torch.ones(COUNT, 4).long(), 'mask': torch.ones(COUNT, 4)}\n"
+    )
+    try:
+        assert load_data(f"{path}:inputs", traced).count == 6
+    finally:
+        sys.modules.pop("fxaudit_test_rows", None)
+
+
+def test_arrays_that_are_still_being_trained_are_data(traced):
+    given = arrays()
+    given["mask"].requires_grad_()
+    assert load_data(given, traced).digest == load_data(arrays(), traced).digest
+
+
 def test_a_function_that_does_not_exist_is_refused_as_data(tmp_path, traced):
     path = tmp_path / "data.py"
     path.write_text("def inputs():\n    return {}\n")
@@ -282,4 +346,45 @@ def test_a_function_that_does_not_exist_is_refused_as_data(tmp_path, traced):
 def test_a_function_that_returns_something_else_than_arrays_is_refused(tmp_path, traced):
     path = tmp_path / "data.py"
     path.write_text("def inputs():\n    return {'ids': 'text', 'mask': None}\n")
-    refused(f"{path}:inputs", traced)
+    error = refused(f"{path}:inputs", traced)
+    assert "`ids`" in error.what
+    assert error.found.startswith("str")
+
+
+@pytest.mark.parametrize("value", [None, [[1, 2], [3]], object(), {"a": 1}])
+def test_values_that_are_not_arrays_are_refused_by_name(traced, value):
+    assert "`mask`" in refused({**arrays(), "mask": value}, traced).what
+
+
+# --- texts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bytes_model():
+    torch.manual_seed(0)
+    return trace(subject(nn.Sequential(nn.Embedding(256, 4), nn.Linear(4, 256)), torch.randint(256, (2, 5))))
+
+
+def test_a_text_is_cut_into_windows_of_bytes_with_the_bytes_that_follow_as_targets(tmp_path, bytes_model):
+    (tmp_path / "text.txt").write_bytes(b"abcdefghijklm")
+    data = load_data(tmp_path / "text.txt", bytes_model)
+    (name,) = batched_inputs(bytes_model)
+    assert data.columns[name].rows(0, 9).tolist() == [list(b"abcde"), list(b"fghij")]
+    assert data.targets_of(0, 9).tolist() == [list(b"bcdef"), list(b"ghijk")]
+
+
+@pytest.mark.parametrize("text", [b"", b"abcde"])
+def test_a_text_without_a_whole_window_and_its_targets_is_refused(tmp_path, bytes_model, text):
+    (tmp_path / "text.txt").write_bytes(text)
+    assert refused(tmp_path / "text.txt", bytes_model).found == f"{len(text)} tokens"
+
+
+def test_a_folder_named_as_a_text_is_refused(tmp_path, bytes_model):
+    (tmp_path / "text.txt").mkdir()
+    refused(tmp_path / "text.txt", bytes_model)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npz"])
+def test_a_folder_named_as_a_file_of_arrays_is_refused(tmp_path, traced, form):
+    (tmp_path / f"data.{form}").mkdir()
+    refused(tmp_path / f"data.{form}", traced)

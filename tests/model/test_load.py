@@ -1,8 +1,5 @@
-import io
-import os
-import pickle
+import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -10,8 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fxaudit.errors import LoadError
-from fxaudit.model.files import describe_file
+from fxaudit.errors import LoadError, UsageError
 from fxaudit.model.load import load, load_weights, subject
 
 GOOD = """
@@ -35,9 +31,22 @@ def broken_inside_torch():
     layer = nn.Linear(3, 2)
     return layer(torch.zeros(5))
 
+def leaves():
+    raise SystemExit("wrong arguments")
+
+def leaves_quietly():
+    import argparse
+    argparse.ArgumentParser().parse_args(["--no-such-option"])
+
 def imports_its_neighbour():
     from neighbour import layer
     return layer(), torch.randn(2, 3)
+
+def needs_a_width(width):
+    return nn.Linear(width, 2), torch.randn(2, width)
+
+def tokens():
+    return nn.Embedding(9, 2), torch.arange(12).reshape(2, 6) % 9
 
 SIZE = 5
 """
@@ -120,6 +129,46 @@ def test_a_function_may_import_a_file_beside_its_own_when_it_is_called(file):
         sys.modules.pop("neighbour", None)
 
 
+def test_a_failed_function_leaves_the_import_path_as_it_was(file):
+    before = list(sys.path)
+    refused(f"{file}:broken")
+    assert sys.path == before
+
+
+@pytest.fixture
+def package_in_the_working_directory(file, monkeypatch):
+    """The import path of an installed script, which unlike `python -m` leaves the working directory out."""
+    package = file.parent / "fxaudit_test_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "nets.py").write_text(GOOD)
+    monkeypatch.chdir(file.parent)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(file.parent))])
+    yield "fxaudit_test_package.nets"
+    for name in ("fxaudit_test_package", "fxaudit_test_package.nets"):
+        sys.modules.pop(name, None)
+
+
+def test_a_package_in_the_working_directory_is_found(package_in_the_working_directory):
+    assert isinstance(load(f"{package_in_the_working_directory}:build").module, nn.Linear)
+
+
+def test_a_package_in_the_working_directory_leaves_the_import_path_as_it_was(package_in_the_working_directory):
+    before = list(sys.path)
+    load(f"{package_in_the_working_directory}:build")
+    assert sys.path == before
+
+
+def test_the_command_finds_a_package_in_the_working_directory(file):
+    # -P leaves the working directory off the import path, as it is for an installed script.
+    root = Path(__file__).resolve().parents[2]
+    code = f"import sys; sys.path.append({str(root)!r}); from fxaudit.cli import main; main()"
+    command = [sys.executable, "-P", "-c", code, "trace", "models:alone"]
+    run = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=120)
+    assert "models:alone came without example inputs" in run.stderr
+    assert run.returncode == 3
+
+
 def test_a_missing_python_file_is_refused(tmp_path):
     assert "nothing.py does not exist" in refused(f"{tmp_path}/nothing.py:build").what
 
@@ -147,6 +196,55 @@ def test_a_function_that_raises_is_reported_at_the_users_line(file):
 
 def test_a_function_that_raises_is_reported_with_its_own_message(file):
     assert refused(f"{file}:broken").found == "ValueError: no such width"
+
+
+@pytest.mark.parametrize(
+    ("function", "statement"),
+    [
+        ("leaves", 'raise SystemExit("wrong arguments")'),
+        ("leaves_quietly", 'argparse.ArgumentParser().parse_args(["--no-such-option"])'),
+    ],
+)
+def test_a_function_that_ends_the_process_is_reported_at_the_users_line(file, function, statement):
+    line = GOOD.splitlines().index(f"    {statement}") + 1
+    error = refused(f"{file}:{function}")
+    assert f"{file}:{line}" in error.where
+    assert error.found.startswith("SystemExit: ")
+
+
+def test_a_file_that_ends_the_process_on_import_is_reported_at_its_line(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import sys\n\nsys.exit(4)\n")
+    error = refused(f"{path}:build")
+    assert f"{path}:3" in error.where
+    assert error.found == "SystemExit: 4"
+
+
+def test_a_package_that_ends_the_process_on_import_is_reported_at_its_line(tmp_path, monkeypatch):
+    path = tmp_path / "fxaudit_test_script.py"
+    path.write_text("import sys\n\nsys.exit(4)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert f"{path}:3" in refused("fxaudit_test_script:build").where
+
+
+def test_a_file_that_failed_on_import_is_not_taken_for_imported(tmp_path):
+    path = tmp_path / "bad_once.py"
+    path.write_text("1 / 0\n")
+    refused(f"{path}:build")
+    assert "fxaudit_user_bad_once" not in sys.modules
+
+
+def test_a_function_that_needs_arguments_is_refused_with_what_it_misses(file):
+    error = refused(f"{file}:needs_a_width")
+    assert "'width'" in error.found
+    assert "takes no argument" in error.expected
+
+
+def test_a_package_that_cannot_give_its_member_is_refused(tmp_path, monkeypatch):
+    code = "def __getattr__(name):\n    raise RuntimeError(f'{name} needs another package')\n"
+    (tmp_path / "fxaudit_test_lazy.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert refused("fxaudit_test_lazy:build").found == "RuntimeError: build needs another package"
 
 
 def test_a_function_that_fails_inside_torch_is_reported_at_the_users_line(file):
@@ -207,28 +305,15 @@ def test_a_file_of_an_unknown_kind_is_refused_by_its_ending(tmp_path):
     assert ".onnx" in refused(f"{tmp_path}/model.onnx").found
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "{folder}/nothing.py:build",
-        "{file}",
-        "{file}:biuld",
-        "{file}:SIZE",
-        "{file}:broken",
-        "{file}:number",
-        "{file}:alone",
-        "{folder}/unimportable.py:build",
-        "fxaudit_no_such_package:build",
-        "{folder}/models:build",
-        "nothing-like-a-model",
-        "{folder}",
-        "{folder}/model.onnx",
-        "{folder}/model.pt",
-        "{folder}/missing.pt",
-        "torchvision:resnet81",
-        "timm:seresnt50",
-    ],
-)
+REFUSED = """
+    {folder}/nothing.py:build {file} {file}:biuld {file}:SIZE {file}:broken {file}:broken_inside_torch
+    {file}:leaves {file}:needs_a_width {file}:number {file}:alone {folder}/unimportable.py:build
+    fxaudit_no_such_package:build {folder}/models:build nothing-like-a-model {folder} {folder}/model.onnx
+    {folder}/model.pt {folder}/missing.pt torchvision:resnet81 timm:seresnt50
+""".split()
+
+
+@pytest.mark.parametrize("model", REFUSED)
 def test_a_refusal_says_what_failed_what_was_found_and_expected_and_what_to_do(file, model):
     (file.parent / "unimportable.py").write_text("1 / 0\n")
     (file.parent / "model.onnx").touch()
@@ -273,12 +358,57 @@ def test_random_init_needs_no_network(model):
 
 
 @pytest.mark.usefixtures("offline")
-def test_random_init_does_not_download_a_pretrained_backbone():
-    assert load("torchvision:lraspp_mobilenet_v3_large", random_init=True).parameter_count > 0
+@pytest.mark.parametrize("name", ["lraspp_mobilenet_v3_large", "ssdlite320_mobilenet_v3_large", "fcn_resnet50"])
+def test_random_init_does_not_download_a_pretrained_backbone(name):
+    assert load(f"torchvision:{name}", random_init=True).parameter_count > 0
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("model", ["torchvision:resnet18", "timm:resnet18"])
+def test_a_failed_download_is_refused_with_all_parts(model):
+    error = refused(model)
+    assert is_complete(error), f"a part is missing:\n{error}"
+    assert error.where == model
+
+
+def test_a_model_that_cannot_be_built_without_weights_is_not_told_to_leave_them_out(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("a missing operator")
+
+    monkeypatch.setattr("torchvision.models.get_model", fail)
+    error = refused("torchvision:resnet18", random_init=True)
+    assert is_complete(error), f"a part is missing:\n{error}"
+    assert "--random-init" not in error.remedy
+
+
+def test_a_zoo_that_is_not_installed_is_refused_with_all_parts(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    error = refused("timm:resnet18")
+    assert is_complete(error), f"a part is missing:\n{error}"
+    assert "pip install" in error.remedy
 
 
 def test_a_zoo_model_comes_with_inputs_of_its_own_size():
     assert load("timm:mobilenetv3_small_050.lamb_in1k", random_init=True).arguments[0][0].shape == (2, 3, 224, 224)
+
+
+# --- windows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [3, 6, 10])
+def test_a_window_sets_the_number_of_tokens(file, window):
+    assert load(f"{file}:tokens", window=window).arguments[0][0].shape == (2, window)
+
+
+def test_a_shorter_window_keeps_the_first_tokens(file):
+    expected = torch.tensor([[0, 1, 2], [6, 7, 8]])
+    assert torch.equal(load(f"{file}:tokens", window=3).arguments[0][0], expected)
+
+
+def test_a_window_for_a_model_without_tokens_has_no_meaning(file):
+    with pytest.raises(UsageError) as caught:
+        load(f"{file}:build", window=3)
+    assert is_complete(caught.value)
 
 
 # --- weights --------------------------------------------------------------------------------------------------------
@@ -357,181 +487,3 @@ def test_weights_in_a_pickle_are_refused_with_how_to_convert_them(tmp_path):
     error = weights_refused(nn.Linear(3, 2), tmp_path / "w.pt")
     assert error.found == "a pickled state dict (tensors only)"
     assert "save_file" in error.remedy
-
-
-# --- hostile files --------------------------------------------------------------------------------------------------
-
-
-class Hostile:
-    """Unpickling it creates a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
-
-
-def hidden(marker: Path) -> bytes:
-    """A pickle that calls os.mkdir, and that pushes and pops an innocent name just before the call."""
-
-    def text(value: str) -> bytes:
-        return b"\x8c" + bytes([len(value)]) + value.encode() + b"\x94"
-
-    decoy = text("collections") + text("OrderedDict") + b"00"
-    return b"\x80\x04" + text("os") + text("mkdir") + b"00" + decoy + b"h\x00h\x01\x93" + text(str(marker)) + b"\x85R."
-
-
-def legacy(marker: Path) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(Hostile(marker), buffer, _use_new_zipfile_serialization=False)
-    return buffer.getvalue()
-
-
-def archived(marker: Path) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"weights": Hostile(marker)}, buffer)
-    return buffer.getvalue()
-
-
-HOSTILE = {
-    "torch archive": archived,
-    "legacy torch file": legacy,
-    "pickle": lambda marker: pickle.dumps(Hostile(marker)),
-    "text pickle": lambda marker: pickle.dumps(Hostile(marker), protocol=0),
-    "pickle with a decoy": hidden,
-}
-
-
-@pytest.fixture(params=HOSTILE)
-def hostile(request, tmp_path):
-    marker = tmp_path / "executed"
-    path = tmp_path / "model.pt"
-    path.write_bytes(HOSTILE[request.param](marker))
-    return path, marker
-
-
-def test_the_hostile_files_of_these_tests_are_hostile(hostile):
-    path, marker = hostile
-    torch.load(path, weights_only=False) if zipfile.is_zipfile(path) else _unpickle(path)
-    assert marker.exists()
-
-
-def _unpickle(path: Path) -> None:
-    with path.open("rb") as file:
-        try:
-            while True:
-                pickle.load(file)
-        except (EOFError, pickle.UnpicklingError):
-            pass
-
-
-def test_a_hostile_file_is_never_executed(hostile):
-    path, marker = hostile
-    refused(str(path))
-    assert not marker.exists()
-
-
-def test_a_hostile_file_is_refused_by_what_it_would_call(hostile):
-    path, _ = hostile
-    found = refused(str(path)).found
-    assert "posix.mkdir" in found or "os.mkdir" in found
-
-
-@pytest.mark.parametrize("ending", [".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pt2"])
-def test_every_ending_of_a_pickle_is_refused(tmp_path, ending):
-    marker = tmp_path / "executed"
-    path = tmp_path / f"model{ending}"
-    path.write_bytes(archived(marker))
-    refused(str(path))
-    assert not marker.exists()
-
-
-def test_a_hostile_file_given_as_weights_is_never_executed(hostile):
-    path, marker = hostile
-    weights_refused(nn.Linear(3, 2), path)
-    assert not marker.exists()
-
-
-def described(tmp_path: Path, data: bytes, name: str = "model.pt") -> str:
-    path = tmp_path / name
-    path.write_bytes(data)
-    return refused(str(path)).found
-
-
-def saved(what: object, **options) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(what, buffer, **options)
-    return buffer.getvalue()
-
-
-def test_a_state_dict_is_described_as_one(tmp_path):
-    assert described(tmp_path, saved(nn.Linear(2, 2).state_dict())) == "a pickled state dict (tensors only)"
-
-
-def test_a_legacy_state_dict_is_described_as_one(tmp_path):
-    data = saved(nn.Linear(2, 2).state_dict(), _use_new_zipfile_serialization=False)
-    assert "a pickled state dict (tensors only)" in described(tmp_path, data)
-
-
-def test_a_pickled_module_is_described_by_its_class(tmp_path):
-    assert "torch.nn.modules.linear.Linear" in described(tmp_path, saved(nn.Linear(2, 2)))
-
-
-def test_a_legacy_pickled_module_is_described_by_its_class(tmp_path):
-    data = saved(nn.Linear(2, 2), _use_new_zipfile_serialization=False)
-    assert "torch.nn.modules.linear.Linear" in described(tmp_path, data)
-
-
-def test_a_class_called_storage_is_not_taken_for_a_tensor(tmp_path):
-    assert "evil.Storage" in described(tmp_path, b"\x80\x02cevil\nStorage\n)R.")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_torchscript_archive_is_described_as_one(tmp_path):
-    buffer = io.BytesIO()
-    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), buffer)
-    assert described(tmp_path, buffer.getvalue()) == "a TorchScript archive"
-
-
-def test_an_export_archive_is_described_as_one(tmp_path):
-    buffer = io.BytesIO()
-    torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.randn(2, 2),)), buffer)
-    assert described(tmp_path, buffer.getvalue(), "model.pt2") == "a torch.export archive (.pt2)"
-
-
-def test_an_empty_file_is_described_as_one(tmp_path):
-    assert described(tmp_path, b"") == "an empty file"
-
-
-def test_a_truncated_archive_is_described_as_damaged(tmp_path):
-    data = saved(nn.Linear(20, 20).state_dict())
-    found = described(tmp_path, data[: len(data) // 2])
-    assert any(word in found for word in ("truncated", "damaged", "incomplete")), found
-
-
-def test_another_file_is_described_as_neither(tmp_path):
-    assert described(tmp_path, b"hello, world") == "neither a torch archive nor a pickle"
-
-
-def test_a_zip_of_something_else_is_described_as_one(tmp_path):
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("notes.txt", "hello")
-    assert described(tmp_path, buffer.getvalue()) == "a zip archive that torch did not write"
-
-
-def test_an_archive_that_cannot_be_unpacked_is_described_all_the_same(tmp_path):
-    data = bytearray(saved(nn.Linear(2, 2).state_dict()))
-    for signature, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):  # the compression method of the first entry
-        start = data.index(signature)
-        data[start + offset : start + offset + 2] = (99).to_bytes(2, "little")
-    assert described(tmp_path, bytes(data))
-
-
-def test_a_missing_weight_file_does_not_exist(tmp_path):
-    assert refused(f"{tmp_path}/model.pt").found == "no such file"
-
-
-def test_describing_a_folder_says_that_it_cannot_be_read(tmp_path):
-    assert describe_file(tmp_path).startswith("an unreadable file")
