@@ -100,8 +100,11 @@ class Dependence:
             for r in self.results
             if r.scope == "joint" and r.refused is None and r.intervention in ASSIGNMENTS
         }
-        if outcomes in ({"INERT"}, {"EQUIVALENT"}):
-            return outcomes.pop()
+        if outcomes == {"INERT"}:
+            return "INERT"
+        # What moves no bit is within any margin.
+        if outcomes and outcomes <= {"INERT", "EQUIVALENT"}:
+            return "EQUIVALENT"
         return "DEPENDENT" if "DEPENDENT" in outcomes else "INCONCLUSIVE"
 
     def outcome(self, result: ReplayResult) -> str:

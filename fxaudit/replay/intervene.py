@@ -83,7 +83,7 @@ def parse_interventions(text: str, seed: int) -> tuple[Intervention, ...]:
             parsed += [Intervention(name, chosen) for chosen in ([level] if level else LEVELS)]
         else:
             parsed.append(Intervention(name, seed=seed if name in ("reassign", "shuffle-tokens") else None))
-    return tuple(parsed)
+    return tuple(dict.fromkeys(parsed))
 
 
 def draw_permutations(seed: int, inputs: int, position_counts: Sequence[int]) -> Permutations:

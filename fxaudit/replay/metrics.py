@@ -38,16 +38,44 @@ class Score:
 def output_form(node: Node) -> str:
     """What an output holds, by the op that made it: ``probabilities`` after a softmax over its last axis,
     ``log-probabilities`` after a log-softmax, otherwise ``logits``."""
-    while ops.in_class(node, "layout") and ops.operands(node) and len(ops.sizes(node) or ()) > 1:
-        source = ops.operands(node)[0]
-        if (ops.sizes(source) or ())[-1:] != (ops.sizes(node) or ())[-1:]:
-            break
-        node = source
-    name = ops.op_name(node)
-    rank = len(ops.sizes(node) or ())
-    if name in ("softmax", "log_softmax") and rank and ops.attributes(node)["dim"] % rank == rank - 1:
+    axis: int | None = len(ops.sizes(node) or ()) - 1
+    while axis is not None and axis >= 0 and ops.in_class(node, "layout") and ops.operands(node):
+        axis = _axis_before(node, axis)
+        node = ops.operands(node)[0]
+    name, rank = ops.op_name(node), len(ops.sizes(node) or ())
+    if axis is not None and rank and name in ("softmax", "log_softmax") and ops.attributes(node)["dim"] % rank == axis:
         return "probabilities" if name == "softmax" else "log-probabilities"
     return "logits"
+
+
+def _axis_before(node: Node, axis: int) -> int | None:
+    """The axis of a layout op's operand that became `axis` whole; None when there is none."""
+    before, after = ops.sizes(ops.operands(node)[0]), ops.sizes(node)
+    if before is None or after is None:
+        return None
+    rank, attributes = len(before), ops.attributes(node)
+    match ops.op_name(node):
+        case "transpose":
+            one, other = attributes["dim0"] % rank, attributes["dim1"] % rank
+            found: int | None = {one: other, other: one}.get(axis, axis)
+        case "t":
+            found = rank - 1 - axis
+        case "permute":
+            found = attributes["dims"][axis] % rank
+        case "select":
+            dim = attributes["dim"] % rank
+            found = axis + (axis >= dim)
+        case "unsqueeze":
+            dim = attributes["dim"] % len(after)
+            found = None if axis == dim else axis - (axis > dim)
+        case "expand":
+            found = axis - (len(after) - rank)
+        case "view" | "reshape" | "squeeze":
+            # Rows along the last axis stay rows when their length does.
+            found = rank - 1 if axis == len(after) - 1 else None
+        case _:
+            found = axis if len(before) == len(after) else None
+    return found if found is not None and 0 <= found < rank and before[found] == after[axis] else None
 
 
 def log_probabilities(values: Tensor, form: str) -> Tensor:
@@ -89,6 +117,7 @@ def score(logits: Tensor, targets: Tensor | None, live: Tensor | None = None, fo
             found=f"{list(targets.shape)}",
             remedy="name the output that holds the logits with --output, or align the targets",
         )
+    targets = targets.long()
     valid = targets != IGNORED
     if not bool(((targets >= 0) & (targets < logits.shape[-1]))[valid].all()):
         raise DataError(
@@ -104,13 +133,17 @@ def score(logits: Tensor, targets: Tensor | None, live: Tensor | None = None, fo
     weight = valid.sum(axes).double() if axes else valid.double()
     if bool((weight == 0).any()):
         raise DataError("an input has no valid target", expected=f"some target other than {IGNORED}", found="none")
-    mean = lambda values: (values * valid).sum(axes) / weight if axes else values * valid  # noqa: E731
-    return Score(mean(-chosen), mean(right), weight)
+    # Chosen, not multiplied: a position that does not count may hold an infinity.
+    losses, right = (torch.where(valid, values, 0.0) for values in (-chosen, right))
+    if axes:
+        losses, right = losses.sum(axes) / weight, right.sum(axes) / weight
+    return Score(losses, right, weight)
 
 
 def _kl(p: Tensor, q: Tensor) -> Score:
     # Never negative but for rounding of equal distributions.
-    divergence = (p.exp() * (p - q)).sum(-1).clamp(min=0)
+    # A class that the live output rules out adds nothing, whatever the replayed one says of it.
+    divergence = torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum(-1).clamp(min=0)
     axes = tuple(range(1, divergence.ndim))
     values = divergence.mean(axes) if axes else divergence
     positions = divergence[0].numel()
@@ -127,7 +160,7 @@ def choose_output(leaves: Sequence[Any], names: Sequence[str], asked: str | None
         i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1
     ]
     if asked is not None:
-        position = int(asked) if asked.isdigit() else next((i for i, name in enumerate(names) if name == asked), None)
+        position = int(asked) if asked.isdecimal() else next((i for i, name in enumerate(names) if name == asked), None)
         if position is not None and position in usable:
             return position
         raise DataError(

@@ -11,6 +11,7 @@ from scipy import stats
 
 CONFIDENCE = 0.95
 RESAMPLES = 9999
+_HELD = 1_000_000  # numbers of resamples that are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class Effect:
     """The mean of paired differences, its 95 % BCa bootstrap interval, and a two-sided sign-flip p-value.
 
     `interval` is None for fewer than two inputs, and one point where all differences are equal; `p` is None for fewer
-    than two inputs.
+    than two inputs. Both are None where a difference is not finite.
     """
 
     mean: float
@@ -34,28 +35,36 @@ def paired_effect(differences: Sequence[float], seed: int = 0) -> Effect:
     """
     values = np.asarray(differences, dtype=np.float64)
     mean = float(values.mean())
-    if len(values) < 2:
+    if len(values) < 2 or not np.isfinite(values).all():
         return Effect(mean, None, None)
+    batch = max(1, _HELD // len(values))
     if np.ptp(values) == 0:
         interval = (mean, mean)
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a degenerate BCa is seen below, as a NaN
             found = stats.bootstrap(
-                (values,), np.mean, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="BCa", rng=seed
+                (values,),
+                np.mean,
+                n_resamples=RESAMPLES,
+                batch=batch,
+                confidence_level=CONFIDENCE,
+                method="BCa",
+                rng=seed,
             ).confidence_interval
             if not np.isfinite([found.low, found.high]).all():
                 found = stats.bootstrap(
                     (values,),
                     np.mean,
                     n_resamples=RESAMPLES,
+                    batch=batch,
                     confidence_level=CONFIDENCE,
                     method="percentile",
                     rng=seed,
                 ).confidence_interval
         interval = (float(found.low), float(found.high))
     test = stats.permutation_test(
-        (values,), np.mean, permutation_type="samples", n_resamples=RESAMPLES, vectorized=True, rng=seed
+        (values,), np.mean, permutation_type="samples", n_resamples=RESAMPLES, batch=batch, vectorized=True, rng=seed
     )
     return Effect(mean, interval, float(test.pvalue))
 

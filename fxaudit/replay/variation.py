@@ -21,6 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from fxaudit.controllers.controller import Coefficient, Controller
@@ -67,6 +68,7 @@ class ControllerVariation:
     maximum: float
     saturated: float | None
     shares: dict[str, float] | None
+    moves: bool
     unit_means: tuple[float, ...]
     position_means: tuple[float, ...]
 
@@ -97,8 +99,7 @@ class Variation:
     @property
     def verdict(self) -> str:
         """VARYING when some coefficient takes more than one value on some unit, else CONSTANT."""
-        moving = any(c.shares and 1.0 - c.shares["unit"] > 1e-12 for c in self.controllers)
-        return "VARYING" if moving else "CONSTANT"
+        return "VARYING" if any(c.moves for c in self.controllers) else "CONSTANT"
 
 
 @dataclass(slots=True)
@@ -113,6 +114,8 @@ class _Accumulator:
     maximum: float = -math.inf
     saturated: int = 0
     inputs: int = 0
+    unit_low: Tensor | None = None
+    unit_high: Tensor | None = None
 
     def add(self, rows: Tensor) -> None:
         """Take in a batch, [inputs, positions, units]."""
@@ -123,11 +126,26 @@ class _Accumulator:
         unit, position = rows.sum((0, 1)), rows.sum((0, 2))
         self.unit_sum = unit if self.unit_sum is None else self.unit_sum + unit
         self.position_sum = position if self.position_sum is None else self.position_sum + position
+        low, high = rows.amin((0, 1)), rows.amax((0, 1))
+        self.unit_low = low if self.unit_low is None else self.unit_low.minimum(low)
+        self.unit_high = high if self.unit_high is None else self.unit_high.maximum(high)
         self.minimum, self.maximum = min(self.minimum, float(rows.min())), max(self.maximum, float(rows.max()))
         domain = self.coefficient.domain
         if domain.low is not None and domain.high is not None and math.isfinite(domain.high - domain.low):
             edge = _SATURATED * (domain.high - domain.low)
             self.saturated += int(((rows < domain.low + edge) | (rows > domain.high - edge)).sum())
+
+    @property
+    def moves(self) -> bool:
+        """Whether some unit takes more than one value."""
+        assert self.unit_low is not None
+        assert self.unit_high is not None
+        return not torch.equal(self.unit_low, self.unit_high)
+
+    @property
+    def rounding(self) -> float:
+        """The square of a rounding error of the coefficient: averages that vary by less do not vary."""
+        return float((torch.finfo(self.coefficient.dtype).eps * max(abs(self.minimum), abs(self.maximum))) ** 2)
 
     @property
     def unit_means(self) -> Tensor:
@@ -189,7 +207,7 @@ def as_grid(rows: Tensor, coefficient: Coefficient) -> Tensor:
 def _controller(controller: Controller, accumulator: _Accumulator) -> ControllerVariation:
     total, count = accumulator.elements.squares, accumulator.elements.count
     shares = None
-    if total > 0:
+    if accumulator.minimum < accumulator.maximum:
         parts = {
             "unit": Moments.of(accumulator.unit_means).squares * count / accumulator.unit_means.numel(),
             "position": Moments.of(accumulator.position_means).squares * count / accumulator.position_means.numel(),
@@ -207,6 +225,7 @@ def _controller(controller: Controller, accumulator: _Accumulator) -> Controller
         maximum=accumulator.maximum,
         saturated=accumulator.saturated / count if bounded else None,
         shares=shares,
+        moves=accumulator.moves,
         unit_means=tuple(accumulator.unit_means.tolist()),
         position_means=tuple(accumulator.position_means.tolist()),
     )
@@ -219,6 +238,10 @@ def _layer_identity(name: str, group: Sequence[_Accumulator]) -> PatternVariatio
         total = Moments()
         for part in moments:
             total = total.merge(part)
+        if level == "element":
+            varies = len({bound for a in group for bound in (a.minimum, a.maximum)}) > 1
+        else:
+            varies = total.squares > total.count * max(a.rounding for a in group)
         between = sum(part.count * (part.mean - total.mean) ** 2 for part in moments)
-        shares[level] = between / total.squares if len(group) > 1 and total.squares > 0 else None
+        shares[level] = between / total.squares if len(group) > 1 and varies else None
     return PatternVariation(name, len(group), str(group[0].coefficient.domain), shares)

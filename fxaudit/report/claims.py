@@ -33,16 +33,17 @@ def _variation(found: dict[str, Any]) -> str:
     for pattern in found["layer_identity"]:
         shares = {level: share for level, share in pattern["share"].items() if share is not None}
         if shares:
-            first, *_, last = shares
-            parts.append(
-                f"layer identity of {pattern['controllers']} {pattern['pattern']} holds {percent(shares[first])} of the"
-                f" variance of {LEVELS[first]}, {percent(shares[last])} of that of {LEVELS[last]}"
-            )
+            first, last = next(iter(shares)), next(reversed(shares))
+            text = f"layer identity of {pattern['controllers']} {pattern['pattern']} holds"
+            text += f" {percent(shares[first])} of the variance of {LEVELS[first]}"
+            parts.append(text + (f", {percent(shares[last])} of that of {LEVELS[last]}" if last != first else ""))
     moving = [c["shares"] for c in found["controllers"] if c["shares"]]
     if moving:
         means = {name: sum(shares[name] for shares in moving) / len(moving) for name in moving[0]}
-        explained = ", ".join(f"the {name} {percent(means[name])}" for name in ("unit", "position", "input"))
-        parts.append(f"within a controller it is, on average, {explained}")
+        parts.append(
+            f"within a controller the unit explains on average {percent(means['unit'])},"
+            f" the position {percent(means['position'])}, the input {percent(means['input'])}"
+        )
     return "; ".join(parts) or "the coefficients take one value"
 
 
@@ -61,7 +62,10 @@ def _dependence(found: dict[str, Any]) -> str:
     shown = [row for row in rows if row["name"] != "static"] + ([best] if best is not None else [])
     effects = [f"{_label(row)} {_effect(row)}" for row in shown]
     margin = f" (margin {found['margin']:g})" if found["margin"] is not None else ""
-    inert = f"; {len(found['inert'])} controllers move no bit of the output" if found["inert"] else ""
+    count = len(found["inert"])
+    inert = (
+        f"; {count} {'controller moves' if count == 1 else 'controllers move'} no bit of the output" if count else ""
+    )
     return f"{base['metric']} {base['mean']:.4g}; {', '.join(effects) or 'nothing could be exchanged'}{margin}{inert}"
 
 
@@ -97,4 +101,4 @@ def _range(values: list[int]) -> str:
 
 def percent(share: float) -> str:
     """A share in percent with three significant digits."""
-    return f"{100 * share:.3g} %"
+    return f"{100 * share:.3g} %" if abs(share) >= 1e-6 else "0 %"

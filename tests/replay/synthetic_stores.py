@@ -35,7 +35,7 @@ def controller(*coefficients: Coefficient, pattern: str = "gate", neutral: float
 
 
 def recorded(directory: Path, rows: dict[str, Tensor], batch_size: int) -> store.CoefficientStore:
-    """A store of tensors with the input axis first; what fills up the last batch is NaN, so no number may come of it."""
+    """A store of tensors with the input axis first; what fills up the last batch is NaN, so that it cannot count."""
     count = len(next(iter(rows.values())))
     writer = store.create(directory, {"count": count, "batch_size": batch_size}, 0)
     for batch in writer.store.batches:

@@ -226,6 +226,8 @@ LAYOUTS = {
     "the last position": lambda y: y.softmax(-1)[:, -1],
     "a slice of positions": lambda y: y.softmax(-1)[:, 1:],
     "positions swapped": lambda y: y.unflatten(1, (5, 1)).softmax(-1).transpose(1, 2),
+    "an axis of one left out": lambda y: y.unflatten(1, (5, 1)).softmax(-1).squeeze(2),
+    "inputs and positions permuted": lambda y: y.permute(1, 0, 2).softmax(-1).permute(1, 0, 2),
     "another dtype": lambda y: y.softmax(-1, dtype=torch.float64).float(),
     "a copy": lambda y: y.softmax(-1).transpose(0, 1).contiguous().transpose(0, 1),
 }
@@ -312,7 +314,12 @@ def test_the_targets_tell_the_metric(targets, name):
     assert metric_name(targets) == name
 
 
-LEAVES = [torch.zeros(2, 3), torch.zeros((), dtype=torch.float32), torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 5)]
+LEAVES = [
+    torch.zeros(2, 3),
+    torch.zeros((), dtype=torch.float32),
+    torch.zeros(2, 3, dtype=torch.int64),
+    torch.ones(2, 5),
+]
 NAMES = ["hidden", "loss", "tokens", "logits"]
 
 

@@ -1,4 +1,5 @@
 import itertools
+import math
 import tracemalloc
 
 import numpy as np
@@ -94,6 +95,12 @@ def test_one_input_has_an_effect():
 @pytest.mark.parametrize("differences", [[0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [1e-300, 0.0, 0.0], [5.0, 5.0, 5.0 + 1e-15]])
 def test_an_interval_is_always_finite(differences):
     assert np.isfinite(paired_effect(differences).interval).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("differences", [[math.nan, 1.0, 2.0], [math.inf, 1.0, 2.0], [math.inf, -math.inf, 0.0]])
+def test_differences_that_are_not_finite_are_never_significant(differences):
+    assert paired_effect(differences).p is None
 
 
 @settings(max_examples=20, deadline=None)
