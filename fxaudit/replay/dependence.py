@@ -341,10 +341,18 @@ def _finish(row: _Row, baseline: Baseline, seed: int) -> ReplayResult:
 
 
 def _adjusted(results: list[ReplayResult]) -> list[ReplayResult]:
-    """Results with p-values corrected over the controllers of each intervention (Holm)."""
+    """Results with p-values corrected within each family of tests (Holm).
+
+    One family for each intervention holds its controllers; one more holds all joint exchanges, since the verdict is
+    DEPENDENT as soon as one of them has an effect.
+    """
+    families: dict[str, list[int]] = {}
+    for i, result in enumerate(results):
+        if result.p is not None:
+            joint = "joint" if result.intervention in ASSIGNMENTS else f"joint {result.label}"
+            families.setdefault(joint if result.scope == "joint" else result.label, []).append(i)
     adjusted = list(results)
-    for label in dict.fromkeys(r.label for r in results):
-        family = [i for i, r in enumerate(results) if r.label == label and r.scope == "controller" and r.p is not None]
+    for family in families.values():
         for i, p in zip(family, holm([results[i].p or 0.0 for i in family]), strict=True):
             adjusted[i] = replace(results[i], adjusted_p=p)
-    return [replace(r, adjusted_p=r.p) if r.scope == "joint" else r for r in adjusted]
+    return adjusted

@@ -18,7 +18,7 @@ from fxaudit.replay.variation import LEVELS, Variation, measure_variation
 from tests.oracles import gates as oracle
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "featuregate"
-INPUTS, CALIBRATION, BATCH = 7, 9, 4
+INPUTS, CALIBRATION, BATCH = 10, 9, 4
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     frozen = stages.freeze(stages.load(f"{EXAMPLE / 'model.py'}:trained"))
     data = stages.load_data(EXAMPLE / "evaluation.txt", frozen.traced).limited(INPUTS)
     calibrating = stages.load_data(EXAMPLE / "calibration.txt", frozen.traced).limited(CALIBRATION)
-    # Batches of 4 leave a last batch of 3, filled up: the repeated input must not count.
+    # Batches of 4 leave last batches of 2 and 1, filled up: repeated inputs must not count.
     recording = stages.record(frozen, data, place / "evaluation", batch_size=BATCH)
     profile = stages.record(frozen, calibrating, place / "calibration", batch_size=BATCH)
     found = measure_dependence(
