@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,18 @@ class ExportedGraphs:
     removed_nodes: tuple[RemovedNode, ...]
     removed_parameters: tuple[RemovedParameter, ...]
     seconds: float
+
+    @property
+    def removed_by_module(self) -> list[dict[str, Any]]:
+        """``module``, ``nodes`` and ``parameters`` (elements) that live has and bound has not, module by module."""
+        nodes = Counter(node.module for node in self.removed_nodes)
+        parameters: Counter[str] = Counter()
+        for parameter in self.removed_parameters:
+            parameters[parameter.module] += parameter.elements
+        return [
+            {"module": module, "nodes": nodes[module], "parameters": parameters[module]}
+            for module in sorted({*nodes, *parameters})
+        ]
 
     @property
     def bound_inputs(self) -> dict[str, str]:

@@ -357,18 +357,12 @@ def _per_input(runs: Mapping[str, CountedRuns], torch_runs: Sequence[_TorchRun])
 
 
 def _removed(exported: ExportedGraphs) -> dict[str, Any]:
-    nodes = Counter(node.module for node in exported.removed_nodes)
-    parameters: Counter[str] = Counter()
-    for parameter in exported.removed_parameters:
-        parameters[parameter.module] += parameter.elements
+    modules = exported.removed_by_module
     return {
-        "nodes": len(exported.removed_nodes),
-        "parameters": sum(parameters.values()),
+        "nodes": sum(row["nodes"] for row in modules),
+        "parameters": sum(row["parameters"] for row in modules),
         "ops": dict(sorted(Counter(node.op for node in exported.removed_nodes).items())),
-        "modules": [
-            {"module": module, "nodes": nodes[module], "parameters": parameters[module]}
-            for module in sorted({*nodes, *parameters})
-        ],
+        "modules": modules,
     }
 
 

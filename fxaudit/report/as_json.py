@@ -91,23 +91,9 @@ def export(exported: ExportedGraphs, traced: TracedModel, forms: tuple[str, ...]
         "inputs": list(traced.input_names),
         "outputs": list(traced.output_names),
         "coefficients": dict(exported.coefficient_names),
-        "removed": removed_by_module(exported),
+        "removed": exported.removed_by_module,
         "provenance": provenance(traced),
     }
-
-
-def removed_by_module(exported: ExportedGraphs) -> list[dict[str, Any]]:
-    """What binding the coefficients removes from the live graph, module by module."""
-    nodes, parameters = exported.removed_nodes, exported.removed_parameters
-    modules = sorted({node.module for node in nodes} | {parameter.module for parameter in parameters})
-    return [
-        {
-            "module": module,
-            "nodes": sum(node.module == module for node in nodes),
-            "parameters": sum(p.elements for p in parameters if p.module == module),
-        }
-        for module in modules
-    ]
 
 
 def _comparisons(found: Comparisons) -> dict[str, Any]:
