@@ -110,13 +110,17 @@ def unify(
     shape: Shape, sizes: Sequence[Size], known: Mapping[str, Size], rest: tuple[Size, ...] | None = None
 ) -> Unified | Mismatch:
     """The first alternative of `shape` that fits `sizes`, given the axis sizes that are already `known`."""
-    reasons = []
-    for layout in shape.layouts:
-        result = _unify_layout(layout, tuple(sizes), known, rest)
-        if isinstance(result, Unified):
-            return result
-        reasons.append(result)
-    return Mismatch(shape.text, tuple(sizes), tuple(dict.fromkeys(reasons)))
+    fitting, mismatch = fits(shape, sizes, known, rest)
+    return fitting[0] if fitting else mismatch
+
+
+def fits(
+    shape: Shape, sizes: Sequence[Size], known: Mapping[str, Size], rest: tuple[Size, ...] | None = None
+) -> tuple[list[Unified], Mismatch]:
+    """Every alternative of `shape` that fits `sizes`, in order, and why the others do not."""
+    results = [_unify_layout(layout, tuple(sizes), known, rest) for layout in shape.layouts]
+    reasons = tuple(dict.fromkeys(result for result in results if isinstance(result, str)))
+    return [r for r in results if isinstance(r, Unified)], Mismatch(shape.text, tuple(sizes), reasons)
 
 
 def _unify_layout(

@@ -6,14 +6,14 @@ budget bounds what one anchor may take.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 
 from fxaudit import axes, ops
-from fxaudit.axes import Mismatch, Size
+from fxaudit.axes import Size
 from fxaudit.controllers import predicates, structure
 from fxaudit.controllers.graphs import Dataflow
 from fxaudit.controllers.language import Chain, Either, Fold, Item, Name, Op, Term
@@ -223,24 +223,42 @@ def _excludes(unifier: Unifier, name: str, term: Term, bindings: Bindings, layou
 def _fit_shapes(
     unifier: Unifier, bindings: Bindings, sizes: dict[str, Size]
 ) -> tuple[dict[str, Size], dict[str, AxisNames]] | None:
-    layouts: dict[str, AxisNames] = {}
-    rest: tuple[Size, ...] | None = None
-    for name, shape in unifier.pattern.shapes.items():
+    """Axis sizes and axis names of all captures that have a [shape].
+
+    Alternatives are tried in order, and the first combination in which all shapes agree wins.
+    """
+    tensors: list[tuple[str, Node]] = []
+    for name in unifier.pattern.shapes:
         captured = bindings.get(name)
         for node in captured if isinstance(captured, tuple) else [captured] if captured is not None else []:
-            found = ops.sizes(node)
-            if found is None:
+            if ops.sizes(node) is None:
                 unifier.fail(bindings, node, 0, "[shape] {}: {} is not one tensor", name, node, depth=1)
                 return None
-            fitted = axes.unify(shape, found, sizes, rest)
-            if isinstance(fitted, Mismatch):
-                known = ", ".join(f"{axis}={axes.format_size(size)}" for axis, size in sizes.items())
-                template = "[shape] {} = {}" + (" where {}" if known else "")
-                unifier.fail(bindings, node, 0, template, name, fitted, known, depth=1)
-                return None
-            sizes, rest = dict(fitted.sizes), fitted.rest
-            layouts[name] = fitted.axes
-    return sizes, layouts
+            tensors.append((name, node))
+    return _fit_rest(unifier, bindings, tensors, sizes, None, {})
+
+
+def _fit_rest(
+    unifier: Unifier,
+    bindings: Bindings,
+    tensors: Sequence[tuple[str, Node]],
+    sizes: dict[str, Size],
+    rest: tuple[Size, ...] | None,
+    layouts: dict[str, AxisNames],
+) -> tuple[dict[str, Size], dict[str, AxisNames]] | None:
+    if not tensors:
+        return sizes, layouts
+    (name, node), *others = tensors
+    fitting, mismatch = axes.fits(unifier.pattern.shapes[name], ops.sizes(node) or (), sizes, rest)
+    for fit in fitting:
+        found = _fit_rest(unifier, bindings, others, dict(fit.sizes), fit.rest, {**layouts, name: fit.axes})
+        if found is not None:
+            return found
+    if not fitting:
+        known = ", ".join(f"{axis}={axes.format_size(size)}" for axis, size in sizes.items())
+        template = "[shape] {} = {}" + (" where {}" if known else "")
+        unifier.fail(bindings, node, 0, template, name, mismatch, known, depth=1)
+    return None
 
 
 def _over_refusal(term: Op, node: Node, layouts: Mapping[str, AxisNames]) -> str | None:
