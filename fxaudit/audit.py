@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxaudit import stages
 from fxaudit.controllers.rewrite import FrozenModel
-from fxaudit.errors import AuditError, ExportError
+from fxaudit.errors import ExportError
 from fxaudit.model.data import DataSet, require_disjoint
 from fxaudit.model.load import Subject
 from fxaudit.model.trace import Finding
@@ -34,8 +34,7 @@ EXECUTED_INPUTS = 8
 class AuditReport:
     """The three claims about one model, each with its evidence.
 
-    `execution` is None when the model could not be exported; `execution_error` then says why, and the other claims
-    stand.
+    Where the model could not be exported `execution` is INCOMPLETE(export) and says why; the other claims stand.
     """
 
     matched: Matched
@@ -46,19 +45,17 @@ class AuditReport:
     identity: IdentityReplay
     variation: Variation
     dependence: Dependence
-    execution: ExecutionProfile | None
-    execution_error: AuditError | None
+    execution: ExecutionProfile
     options: dict[str, Any]
     seconds: dict[str, float]
 
     @property
     def verdict(self) -> dict[str, str]:
         """One word for each claim; none follows from another."""
-        executed = self.execution.verdict["live"] if self.execution is not None else "INCOMPLETE(export)"
         return {
             "variation": self.variation.verdict,
             "dependence": self.dependence.verdict,
-            "execution": executed,
+            "execution": self.execution.verdict["live"],
         }
 
     @property
@@ -153,7 +150,9 @@ def audit(
             progress=advance,
         ),
     )
-    executed, error = clock.time("execution", lambda _: _execute(frozen, evaluation, profile.store, directory / "onnx"))
+    executed: ExecutionProfile = clock.time(
+        "execution", lambda _: _execute(frozen, evaluation, profile.store, directory / "onnx")
+    )
     options = {
         "batch_size": recording.store.manifest["batch_size"],
         "limit": limit,
@@ -172,17 +171,16 @@ def audit(
         varied,
         depended,
         executed,
-        error,
         options,
         clock.seconds,
     )
 
 
-def _execute(
-    frozen: FrozenModel, data: DataSet, calibration: CoefficientStore, directory: Path
-) -> tuple[ExecutionProfile | None, AuditError | None]:
+def _execute(frozen: FrozenModel, data: DataSet, calibration: CoefficientStore, directory: Path) -> ExecutionProfile:
     """The execution claim, or why the model could not be exported; a failed self-check is an error of the audit."""
+    from fxaudit.execution.verdict import unexported
+
     try:
-        return stages.execute(frozen, data, calibration, directory, inputs=EXECUTED_INPUTS), None
+        return stages.execute(frozen, data, calibration, directory, inputs=EXECUTED_INPUTS)
     except ExportError as error:
-        return None, error
+        return unexported(error)

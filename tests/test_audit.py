@@ -193,3 +193,24 @@ def test_a_baked_export_without_a_profile_is_a_usage_error(place: Path) -> None:
     result = run("export", f"{place}/model.py:build", "--form", "baked", "-o", place / "baked")
     assert result.exit_code == 2
     assert "needs a profile" in result.stderr
+
+
+def test_a_model_that_cannot_be_exported_keeps_its_other_two_claims(place: Path) -> None:
+    (place / "svd.py").write_text(
+        "import torch\nfrom torch import nn\nimport model\n\n"
+        "class Svd(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.inner = model.build()[0]\n"
+        "    def forward(self, ids):\n"
+        "        x = self.inner(ids)\n        return x + torch.linalg.svdvals(x).sum(-1)[:, None, None]\n\n"
+        "def build():\n    return Svd(), model.build()[1]\n"
+    )
+    result = run(
+        "audit", f"{place}/svd.py:build", "--data", place / "evaluation.safetensors",
+        "--calibration", place / "calibration.safetensors", "-o", place / "svd", "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["verdict"]["execution"] == "INCOMPLETE(export)"
+    assert "cannot be written as ONNX" in found["execution"]["error"]
+    assert found["verdict"]["variation"] == "VARYING"
+    assert len(found["dependence"]["baseline"]["per_input"]) == 9

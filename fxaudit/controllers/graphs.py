@@ -116,18 +116,6 @@ def exclusive_cone(replaced: Collection[Node]) -> set[Node]:
     return dead
 
 
-def reachable_forward(start: Iterable[Node]) -> set[Node]:
-    """All nodes that read `start`, directly or through others; `start` is included only when it reads itself."""
-    seen: set[Node] = set()
-    queue = [user for node in start for user in node.users]
-    while queue:
-        node = queue.pop()
-        if node not in seen:
-            seen.add(node)
-            queue.extend(node.users)
-    return seen
-
-
 def parameter_names(cone: Iterable[Node]) -> set[str]:
     """The state-dict names that the nodes of a cone read."""
     return {str(node.target) for node in cone if node.op == "get_attr"}

@@ -61,11 +61,6 @@ def count_flops(nodes: Iterable[Node], sample: Size | None, batch: int = 1) -> F
     return _summed([NodeFlops(node, _static_flops(node, values), node) for node in nodes if _computes(node)], None)
 
 
-def executed_flops(module: GraphModule, leaves: Sequence[Any]) -> FlopCount:
-    """The FLOPs of one run of `module` on its input leaves, from the shapes that the run had."""
-    return summed(executed_nodes(module, leaves), input_dependent(module.graph))
-
-
 def executed_nodes(module: GraphModule, leaves: Sequence[Any]) -> list[NodeFlops]:
     """The FLOPs of each node in one run of `module` on its input leaves."""
     counter = _Counter(module)

@@ -41,32 +41,28 @@ def paired_effect(differences: Sequence[float], seed: int = 0) -> Effect:
     if np.ptp(values) == 0:
         interval = (mean, mean)
     else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a degenerate BCa is seen below, as a NaN
-            found = stats.bootstrap(
-                (values,),
-                np.mean,
-                n_resamples=RESAMPLES,
-                batch=batch,
-                confidence_level=CONFIDENCE,
-                method="BCa",
-                rng=seed,
-            ).confidence_interval
-            if not np.isfinite([found.low, found.high]).all():
-                found = stats.bootstrap(
-                    (values,),
-                    np.mean,
-                    n_resamples=RESAMPLES,
-                    batch=batch,
-                    confidence_level=CONFIDENCE,
-                    method="percentile",
-                    rng=seed,
-                ).confidence_interval
-        interval = (float(found.low), float(found.high))
+        interval = _interval(values, "BCa", batch, seed)
+        if not np.isfinite(interval).all():
+            interval = _interval(values, "percentile", batch, seed)  # BCa is undefined for some few-valued samples
     test = stats.permutation_test(
         (values,), np.mean, permutation_type="samples", n_resamples=RESAMPLES, batch=batch, vectorized=True, rng=seed
     )
     return Effect(mean, interval, float(test.pvalue))
+
+
+def _interval(values: np.ndarray, method: str, batch: int, seed: int) -> tuple[float, float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a degenerate BCa is seen by the caller, as a NaN
+        found = stats.bootstrap(
+            (values,),
+            np.mean,
+            n_resamples=RESAMPLES,
+            batch=batch,
+            confidence_level=CONFIDENCE,
+            method=method,
+            rng=seed,
+        ).confidence_interval
+    return float(found.low), float(found.high)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -34,7 +34,7 @@ def audit(report: AuditReport) -> dict[str, Any]:
         },
         "variation": variation(report.variation),
         "dependence": dependence(report.dependence),
-        "execution": _execution(report),
+        "execution": execution(report.execution.to_json(), report.matched.traced),
         "findings": [as_json.finding(finding) for finding in report.findings],
         "provenance": {
             **traced["provenance"],
@@ -141,19 +141,14 @@ def _data(data: DataSet) -> dict[str, Any]:
     return {"source": data.source, "inputs": data.count, "digest": data.digest, "targets": data.targets is not None}
 
 
-def _execution(report: AuditReport) -> dict[str, Any]:
-    if report.execution is None:
-        error = report.execution_error
-        return {"verdict": report.verdict["execution"], "error": str(error) if error is not None else None}
-    return execution(report.execution.to_json(), report.matched.traced)
-
-
 def execution(found: dict[str, Any], traced: TracedModel) -> dict[str, Any]:
     """What ran, by form: `live` with its controllers, `bound` with coefficients as inputs, `baked` as constants."""
+    if not found["per_input"]:
+        return {"verdict": found["verdict"]["live"], "error": found["reason"]}
     rows = found["per_input"]
     total = sum(p.numel() for p in traced.graph_module.parameters())
     forms = {}
-    for form in rows[0]["flops"] if rows else ():
+    for form in rows[0]["flops"]:
         proof = found["proof"].get(form) or {}
         forms[form] = {
             "verdict": found["verdict"].get(form),
