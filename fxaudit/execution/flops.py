@@ -58,7 +58,7 @@ class NodeFlops:
 def count_flops(nodes: Iterable[Node], sample: Size | None, batch: int = 1) -> FlopCount:
     """The FLOPs of `nodes` for `batch` inputs, from the shapes of the trace; none of them is told apart as setup."""
     values = {sample: batch} if isinstance(sample, sympy.Expr) else {}
-    return _summed([NodeFlops(node, _static_flops(node, values), node) for node in nodes if _computes(node)], None)
+    return summed(NodeFlops(node, _static_flops(node, values), node) for node in nodes if _computes(node))
 
 
 def executed_nodes(module: GraphModule, leaves: Sequence[Any]) -> list[NodeFlops]:
@@ -69,12 +69,8 @@ def executed_nodes(module: GraphModule, leaves: Sequence[Any]) -> list[NodeFlops
     return counter.counted
 
 
-def summed(counted: Iterable[NodeFlops], dynamic: Collection[Node]) -> FlopCount:
-    """The sum of `counted`, with nodes outside `dynamic` as setup."""
-    return _summed(counted, dynamic)
-
-
-def _summed(counted: Iterable[NodeFlops], dynamic: Collection[Node] | None) -> FlopCount:
+def summed(counted: Iterable[NodeFlops], dynamic: Collection[Node] | None = None) -> FlopCount:
+    """The sum of `counted`, with nodes outside `dynamic`, where it is given, as setup."""
     total, setup, unknown = 0, 0, set()
     by_class: Counter[str] = Counter()
     for item in counted:

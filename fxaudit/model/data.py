@@ -123,14 +123,13 @@ class DataSet:
         size.
         """
         real = min(size, self.count - start)
-        example = dict(zip(traced.input_names, traced.flatten(traced.subject.arguments), strict=True))
-        leaves = []
-        for name in traced.input_names:
+        # What has no input axis comes from the example, which is flattened only where there is such an input.
+        whole = all(name in self.columns for name in traced.input_names)
+        leaves = [None] * len(traced.input_names) if whole else traced.flatten(traced.subject.arguments)
+        for i, name in enumerate(traced.input_names):
             if name in self.columns:
                 rows = self.columns[name].rows(start, start + real)
-                leaves.append(rows if real == size else rows[torch.arange(size) % real])
-            else:
-                leaves.append(example[name])
+                leaves[i] = rows if real == size else rows[torch.arange(size) % real]
         return leaves, real
 
 

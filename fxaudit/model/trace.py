@@ -114,11 +114,7 @@ class TracedModel:
             DataError: the structure differs from the example inputs', or a guard of the trace does not hold.
         """
         args, kwargs = arguments
-        names = (
-            list(self.in_spec.child(1).context)
-            if hasattr(self.in_spec, "child")
-            else list(self.in_spec.children()[1].context)
-        )
+        names = list(self.in_spec.child(1).context)
         if set(kwargs) == set(names):
             kwargs = {name: kwargs[name] for name in names}
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))

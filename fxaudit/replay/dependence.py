@@ -266,8 +266,7 @@ class _Player:
     ) -> None:
         self.frozen, self.recording, self.batch = frozen, recording, batch
         self.permutations, self.profiles = permutations, profiles
-        self.records = recording.samples(batch)
-        self.strides = recording.strides(batch)
+        self.records, self.strides = recording.read(batch)
         # The inputs of the batch; those past the real ones repeat them.
         self.inputs = [batch.start + i % batch.real for i in range(batch.size)]
         self._made: dict[tuple[Intervention, str], Tensor] = {}

@@ -86,7 +86,7 @@ class CoefficientStore:
         Raises:
             StoreError: the shard is missing or differs from what was recorded.
         """
-        return self._read(batch)[0]
+        return self.read(batch)[0]
 
     def bound(self, batch: Batch, coefficients: Sequence[Coefficient]) -> list[Tensor]:
         """The recorded tensors of a batch as the graph takes them: own dimension order, own strides.
@@ -94,7 +94,7 @@ class CoefficientStore:
         Raises:
             StoreError: the shard is missing or differs from what was recorded.
         """
-        tensors, strides = self._read(batch)
+        tensors, strides = self.read(batch)
         return [from_samples(tensors[c.key], c, strides[c.key]) for c in coefficients]
 
     def rows(self, keys: Sequence[str], inputs: Sequence[int]) -> dict[str, Tensor]:
@@ -114,11 +114,12 @@ class CoefficientStore:
                         parts[key][row] = tensors[key][offset]
         return {key: torch.stack([part for part in rows if part is not None]) for key, rows in parts.items()}
 
-    def strides(self, batch: Batch) -> dict[str, list[int]]:
-        """The strides that each tensor of a batch had in the graph."""
-        return self._read(batch)[1]
+    def read(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+        """The `samples` of a batch, and the strides that each tensor had in the graph, from one read of the shard.
 
-    def _read(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+        Raises:
+            StoreError: the shard is missing or differs from what was recorded.
+        """
         path = self.directory / batch.file
         if batch.index not in self.shards or not path.exists():
             raise StoreError(
