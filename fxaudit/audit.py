@@ -18,7 +18,7 @@ from fxaudit.model.trace import Finding
 from fxaudit.replay import dependence, intervene, variation
 from fxaudit.replay.dependence import Dependence
 from fxaudit.replay.intervene import Intervention
-from fxaudit.replay.run import IdentityReplay, Recording, require_identity
+from fxaudit.replay.run import IdentityReplay, Recording
 from fxaudit.replay.store import CoefficientStore
 from fxaudit.replay.variation import Variation
 from fxaudit.stages import Matched
@@ -64,8 +64,8 @@ class AuditReport:
 
 
 @dataclass(slots=True)
-class _Clock:
-    """Wall seconds by stage."""
+class Clock:
+    """Wall seconds by stage; `watch` shows a stage's progress while it runs."""
 
     watch: Watch
     seconds: dict[str, float] = field(default_factory=dict)
@@ -111,47 +111,32 @@ def audit(
         SelfCheckError: identity replay is not bitwise, or counts contradict each other.
     """
     directory = Path(directory)
-    clock = _Clock(watch)
+    interventions = interventions or intervene.default_interventions(seed)
+    clock = Clock(watch)
     traced = clock.time("trace", lambda _: stages.trace(subject, seed=seed))
     matched = clock.time("match", lambda _: stages.match(traced, patterns))
     frozen = stages.freeze(matched)
     evaluation, calibrating = (stages.load_data(d, traced).limited(limit) for d in (data, calibration))
-    require_disjoint(evaluation, calibrating)
-    places = {name: directory / "coefficients" / name for name in ("evaluation", "calibration")}
-    recording: Recording = clock.time(
-        "record",
-        lambda advance: stages.record(
-            frozen, evaluation, places["evaluation"], batch_size=batch_size, progress=advance
-        ),
+    replayed = replay(
+        frozen,
+        evaluation,
+        calibrating,
+        directory / "coefficients",
+        interventions,
+        clock,
+        batch_size=batch_size,
+        output=output,
+        margin=margin,
+        seed=seed,
     )
-    profile: Recording = clock.time(
-        "calibrate",
-        lambda advance: stages.record(
-            frozen, calibrating, places["calibration"], batch_size=batch_size, progress=advance
-        ),
-    )
-    identity: IdentityReplay = clock.time("identity", lambda _: stages.replay(frozen, evaluation, recording.store))
-    if not any(finding.kind == "nondeterministic" for finding in recording.findings):
-        require_identity(identity, traced.subject.source)
+    assert replayed.profile is not None
+    assert replayed.dependence is not None  # calibration data and interventions were given
+    recording, profile = replayed.recording, replayed.profile.store
     varied: Variation = clock.time(
         "variation", lambda _: variation.measure_variation(recording.store, frozen.controllers)
     )
-    depended: Dependence = clock.time(
-        "dependence",
-        lambda advance: dependence.measure_dependence(
-            frozen,
-            evaluation,
-            recording.store,
-            profile.store,
-            interventions or intervene.default_interventions(seed),
-            seed=seed,
-            output=output,
-            margin=margin,
-            progress=advance,
-        ),
-    )
     executed: ExecutionProfile = clock.time(
-        "execution", lambda _: _execute(frozen, evaluation, profile.store, directory / "onnx")
+        "execution", lambda _: _execute(frozen, evaluation, profile, directory / "onnx")
     )
     options = {
         "batch_size": recording.store.manifest["batch_size"],
@@ -159,7 +144,7 @@ def audit(
         "output": output,
         "margin": margin,
         "seed": seed,
-        "interventions": [str(i) for i in interventions or intervene.default_interventions(seed)],
+        "interventions": [str(intervention) for intervention in interventions],
     }
     return AuditReport(
         matched,
@@ -167,13 +152,82 @@ def audit(
         evaluation,
         calibrating,
         recording,
-        identity,
+        replayed.identity,
         varied,
-        depended,
+        replayed.dependence,
         executed,
         options,
         clock.seconds,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Recorded coefficients, their identity replay, and what interventions on them do.
+
+    `profile` is the recording on calibration data, None without any; `dependence` is None without interventions.
+    """
+
+    recording: Recording
+    identity: IdentityReplay
+    profile: Recording | None
+    dependence: Dependence | None
+
+
+def replay(
+    frozen: FrozenModel,
+    data: DataSet,
+    calibration: DataSet | None,
+    directory: Path,
+    interventions: Sequence[Intervention],
+    clock: Clock,
+    *,
+    store: Path | None = None,
+    batch_size: int | None = None,
+    output: str | None = None,
+    margin: float | None = None,
+    seed: int = 0,
+) -> Replayed:
+    """Record `frozen` on `data` below `directory`, or into `store`; replay identity, then any interventions.
+
+    Raises:
+        DataError: data that does not fit, or calibration and evaluation data that overlap.
+        SelfCheckError: identity replay is not bitwise.
+    """
+    if calibration is not None:
+        require_disjoint(data, calibration)
+    recording: Recording = clock.time(
+        "record",
+        lambda advance: stages.record(
+            frozen, data, store or directory / "evaluation", batch_size=batch_size, progress=advance
+        ),
+    )
+    identity: IdentityReplay = clock.time("identity", lambda _: stages.verify(frozen, data, recording))
+    profile: Recording | None = None
+    if calibration is not None:
+        profile = clock.time(
+            "calibrate",
+            lambda advance: stages.record(
+                frozen, calibration, directory / "calibration", batch_size=batch_size, progress=advance
+            ),
+        )
+    found: Dependence | None = None
+    if interventions:
+        found = clock.time(
+            "dependence",
+            lambda advance: dependence.measure_dependence(
+                frozen,
+                data,
+                recording.store,
+                profile.store if profile is not None else None,
+                interventions,
+                seed=seed,
+                output=output,
+                margin=margin,
+                progress=advance,
+            ),
+        )
+    return Replayed(recording, identity, profile, found)
 
 
 def _execute(frozen: FrozenModel, data: DataSet, calibration: CoefficientStore, directory: Path) -> ExecutionProfile:

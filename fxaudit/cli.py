@@ -15,16 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fxaudit import __version__, stages
+from fxaudit.audit import Clock
 from fxaudit.audit import audit as run_audit
+from fxaudit.audit import replay as replay_frozen
 from fxaudit.controllers.examples import run_example
 from fxaudit.controllers.pattern import Pattern, library_path, load_patterns
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.errors import AuditError, DataError, PatternError, UsageError, nearest
-from fxaudit.model.data import DataSet, require_disjoint
 from fxaudit.model.load import Subject
-from fxaudit.replay.dependence import measure_dependence
 from fxaudit.replay.intervene import Intervention, default_interventions, parse_interventions
-from fxaudit.replay.run import IdentityReplay, Recording, require_identity
 from fxaudit.replay.store import open_store
 from fxaudit.report import as_json, as_text, audit_json
 
@@ -142,7 +141,8 @@ def record(directory: Path, as_json_: bool, **options: Any) -> None:
     data = stages.load_data(options["data"], frozen.traced).limited(options["limit"])
     with _progress("recording") as advance:
         recording = stages.record(frozen, data, directory, batch_size=options["batch_size"], progress=advance)
-    replayed = _identity(frozen, data, recording, options["model"])
+    with _working("replaying"):
+        replayed = stages.verify(frozen, data, recording)
     _show(
         as_json_,
         lambda: as_json.record(recording, frozen.traced, replayed),
@@ -165,39 +165,31 @@ def replay(store: Path | None, as_json_: bool, calibration: str | None, **option
     wanted = _interventions(options)
     frozen = _frozen(options)
     data = stages.load_data(options["data"], frozen.traced).limited(options["limit"])
+    calibrating = None
+    if calibration is not None:
+        calibrating = stages.load_data(calibration, frozen.traced).limited(options["limit"])
+    batch_size = options["batch_size"]
+    if batch_size is None and store is not None and (store / "manifest.json").exists():
+        batch_size = int(open_store(store).manifest["batch_size"])
     with tempfile.TemporaryDirectory() as scratch:
-        directory = store or Path(scratch) / "evaluation"
-        batch_size = options["batch_size"]
-        if batch_size is None and (directory / "manifest.json").exists():
-            batch_size = int(open_store(directory).manifest["batch_size"])
-        with _progress("recording") as advance:
-            recording = stages.record(frozen, data, directory, batch_size=batch_size, progress=advance)
-        replayed = _identity(frozen, data, recording, options["model"])
-        profile = None
-        if calibration is not None:
-            calibrating = stages.load_data(calibration, frozen.traced).limited(options["limit"])
-            require_disjoint(data, calibrating)
-            with _progress("calibrating") as advance:
-                place = Path(scratch) / "calibration"
-                profile = stages.record(frozen, calibrating, place, batch_size=batch_size, progress=advance)
-        found = None
-        if any(intervention.name != "identity" for intervention in wanted):
-            with _progress("replaying") as advance:
-                found = measure_dependence(
-                    frozen,
-                    data,
-                    recording.store,
-                    profile.store if profile is not None else None,
-                    wanted,
-                    seed=options["seed"],
-                    output=options["output"],
-                    margin=options["margin"],
-                    progress=advance,
-                )
+        found = replay_frozen(
+            frozen,
+            data,
+            calibrating,
+            Path(scratch),
+            # Identity is always replayed; alone it needs no scores.
+            wanted if any(intervention.name != "identity" for intervention in wanted) else (),
+            Clock(_progress),
+            store=store,
+            batch_size=batch_size,
+            output=options["output"],
+            margin=options["margin"],
+            seed=options["seed"],
+        )
     _show(
         as_json_,
-        lambda: audit_json.replay(frozen, data, replayed, found),
-        lambda console: as_text.replay(replayed, found, console),
+        lambda: audit_json.replay(frozen, data, found.identity, found.dependence),
+        lambda console: as_text.replay(found.identity, found.dependence, console),
     )
 
 
@@ -399,15 +391,6 @@ def _frozen(options: dict[str, Any]) -> FrozenModel:
     subject = _subject(options)
     with _working("tracing"):
         return stages.freeze(subject, patterns=options["patterns"] or None, seed=options["seed"])
-
-
-def _identity(frozen: FrozenModel, data: DataSet, recording: Recording, source: str) -> IdentityReplay:
-    """Identity replay from disk; an error unless it is bitwise, or the live model differs from itself."""
-    with _working("replaying"):
-        replayed = stages.replay(frozen, data, recording.store)
-    if not any(finding.kind == "nondeterministic" for finding in recording.findings):
-        require_identity(replayed, source)
-    return replayed
 
 
 def _interventions(options: dict[str, Any]) -> tuple[Intervention, ...]:

@@ -222,6 +222,19 @@ def replay(
     return replay_identity(frozen, loaded, opened)
 
 
+def verify(frozen: FrozenModel, data: DataSet, recording: Recording) -> IdentityReplay:
+    """Identity replay of a recording from disk, bitwise unless the live model differs from itself.
+
+    Raises:
+        SelfCheckError: it is not bitwise although the live model agrees with itself.
+        StoreError: the store is incomplete, damaged, or was recorded from something else.
+    """
+    replayed = replay(frozen, data, recording.store)
+    if not any(finding.kind == "nondeterministic" for finding in recording.findings):
+        require_identity(replayed, frozen.traced.subject.source)
+    return replayed
+
+
 def execute(
     frozen: FrozenModel, data: DataSet, calibration: CoefficientStore | None, directory: str | Path, *, inputs: int
 ) -> ExecutionProfile:
