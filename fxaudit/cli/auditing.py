@@ -1,0 +1,94 @@
+"""fxaudit audit, fxaudit report and fxaudit doctor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fxaudit.audit import audit as run_audit
+from fxaudit.cli.console import finite, progress, show
+from fxaudit.cli.options import data_options, interventions_of, json_option, model_options, replay_options, subject_of
+from fxaudit.controllers.pattern import library_path
+from fxaudit.errors import DataError
+from fxaudit.report import as_text, audit_json
+
+AUDIT, REPORT = "audit.json", "report.html"
+
+
+@click.command()
+@model_options
+@data_options
+@click.option("--calibration", required=True, metavar="DATA", help="Other inputs, over which profiles are averaged.")
+@replay_options
+@click.option(
+    "-o", "--report", "directory", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The report."
+)
+@json_option
+def audit(directory: Path, as_json_: bool, calibration: str, **options: Any) -> None:
+    """Audit MODEL: do its coefficients vary, does it depend on them, does the compute that runs depend on the input?
+
+    Example: fxaudit audit FILE.py:build --data evaluation.safetensors --calibration calibration.safetensors -o report
+    """
+    from fxaudit.report import html
+
+    wanted = interventions_of(options)
+    report = run_audit(
+        subject_of(options),
+        options["data"],
+        calibration,
+        directory,
+        patterns=options["patterns"] or None,
+        interventions=wanted,
+        batch_size=options["batch_size"],
+        limit=options["limit"],
+        output=options["output"],
+        margin=options["margin"],
+        seed=options["seed"],
+        watch=progress,
+    )
+    found = finite(audit_json.audit(report))
+    (directory / AUDIT).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    (directory / REPORT).write_text(html.render(found), encoding="utf-8")
+    show(as_json_, lambda: found, lambda console: as_text.audit(found, directory / REPORT, console))
+
+
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+def report(directory: Path) -> None:
+    """Write report.html again from the audit.json in DIRECTORY.
+
+    Example: fxaudit report report
+    """
+    from fxaudit.report import html
+
+    path = directory / AUDIT
+    try:
+        found = json.loads(path.read_bytes())
+        if found["schema"] != audit_json.AUDIT_SCHEMA:
+            raise ValueError(f"schema {found['schema']}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{directory} holds no audit",
+            where=str(path),
+            expected=f"an audit.json of schema {audit_json.AUDIT_SCHEMA}",
+            found=f"{type(error).__name__}: {error}",
+            remedy="run `fxaudit audit MODEL --data D --calibration C -o DIRECTORY` first",
+        ) from error
+    (directory / REPORT).write_text(html.render(found), encoding="utf-8")
+    click.echo(directory / REPORT)
+
+
+@click.command()
+@json_option
+def doctor(as_json_: bool) -> None:
+    """Show what is installed, what fits what, and what is missing.
+
+    Example: fxaudit doctor
+    """
+    from fxaudit.report import doctor as examine
+
+    found = examine.examine(library_path())
+    show(as_json_, lambda: found, lambda console: examine.show(found, console))

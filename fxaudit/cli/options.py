@@ -1,0 +1,86 @@
+"""The options that commands share, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from fxaudit import stages
+from fxaudit.cli.console import working
+from fxaudit.controllers.rewrite import FrozenModel
+from fxaudit.model.load import Subject
+from fxaudit.replay.intervene import Intervention, default_interventions, parse_interventions
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def options_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def apply(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return apply
+
+
+json_option = click.option("--json", "as_json_", is_flag=True, help="Print JSON on stdout instead of text.")
+patterns_option = click.option(
+    "--patterns",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE|DIR",
+    help="Pattern files or folders to use instead of the shipped ones; may be repeated.",
+)
+model_options = options_of(
+    click.argument("model"),
+    click.option("--weights", type=click.Path(path_type=Path), metavar="FILE", help="Safetensors weights to load."),
+    click.option("--random-init", is_flag=True, help="Build the model without its pretrained weights."),
+    click.option("--window", type=click.IntRange(min=1), metavar="N", help="Tokens in each input of a text model."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights, inputs and draws."),
+    patterns_option,
+)
+DATA_HELP = (
+    "A .safetensors or .npz file with an array for each input (and `targets`), a .txt file, file.py:function,"
+    " `example`, or `resampled:N`."
+)
+data_options = options_of(
+    click.option("--data", required=True, metavar="DATA", help=DATA_HELP),
+    click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use at most N inputs."),
+    click.option(
+        "--batch-size", type=click.IntRange(min=1), metavar="N", help="Inputs run at once; recorded with them."
+    ),
+)
+replay_options = options_of(
+    click.option("--output", metavar="NAME|INDEX", help="The output that holds the logits."),
+    click.option("--margin", type=click.FloatRange(min=0, min_open=True), help="Effects within it count as none."),
+    click.option(
+        "--interventions",
+        metavar="LIST",
+        help="Comma-separated: identity, reassign, shuffle-tokens, static[:LEVEL], neutral. All by default.",
+    ),
+)
+
+
+def subject_of(options: dict[str, Any]) -> Subject:
+    return stages.load(
+        options["model"],
+        weights=options["weights"],
+        random_init=options["random_init"],
+        window=options["window"],
+        seed=options["seed"],
+    )
+
+
+def frozen_of(options: dict[str, Any]) -> FrozenModel:
+    subject = subject_of(options)
+    with working("tracing"):
+        return stages.freeze(subject, patterns=options["patterns"] or None, seed=options["seed"])
+
+
+def interventions_of(options: dict[str, Any]) -> tuple[Intervention, ...]:
+    if options["interventions"] is None:
+        return default_interventions(options["seed"])
+    return parse_interventions(options["interventions"], options["seed"])

@@ -1,0 +1,91 @@
+"""fxaudit record and fxaudit replay."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fxaudit import stages
+from fxaudit.audit import Clock
+from fxaudit.audit import replay as replay_frozen
+from fxaudit.cli.console import progress, show, working
+from fxaudit.cli.options import data_options, frozen_of, interventions_of, json_option, model_options, replay_options
+from fxaudit.replay.store import open_store
+from fxaudit.report import as_json, as_text, audit_json
+
+
+@click.command()
+@model_options
+@data_options
+@click.option(
+    "-o",
+    "--store",
+    "directory",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The store to write; one begun there is continued.",
+)
+@json_option
+def record(directory: Path, as_json_: bool, **options: Any) -> None:
+    """Record the coefficients of MODEL on DATA into a store, and replay them from there.
+
+    Example: fxaudit record torchvision:mobilenet_v3_small --random-init --data resampled:8 -o store
+    """
+    frozen = frozen_of(options)
+    data = stages.load_data(options["data"], frozen.traced).limited(options["limit"])
+    with progress("recording") as advance:
+        recording = stages.record(frozen, data, directory, batch_size=options["batch_size"], progress=advance)
+    with working("replaying"):
+        replayed = stages.verify(frozen, data, recording)
+    show(
+        as_json_,
+        lambda: as_json.record(recording, frozen.traced, replayed),
+        lambda console: as_text.record(recording, replayed, console),
+    )
+
+
+@click.command()
+@model_options
+@data_options
+@click.option("--calibration", metavar="DATA", help="Other inputs, over which static profiles are averaged.")
+@replay_options
+@click.option("--store", type=click.Path(path_type=Path), metavar="DIR", help="A store to reuse, or to write.")
+@json_option
+def replay(store: Path | None, as_json_: bool, calibration: str | None, **options: Any) -> None:
+    """Replay the frozen MODEL with recorded and with intervened coefficients.
+
+    Example: fxaudit replay torchvision:mobilenet_v3_small --random-init --data resampled:8
+    """
+    wanted = interventions_of(options)
+    frozen = frozen_of(options)
+    data = stages.load_data(options["data"], frozen.traced).limited(options["limit"])
+    calibrating = None
+    if calibration is not None:
+        calibrating = stages.load_data(calibration, frozen.traced).limited(options["limit"])
+    batch_size = options["batch_size"]
+    if batch_size is None and store is not None and (store / "manifest.json").exists():
+        batch_size = int(open_store(store).manifest["batch_size"])
+    with tempfile.TemporaryDirectory() as scratch:
+        found = replay_frozen(
+            frozen,
+            data,
+            calibrating,
+            Path(scratch),
+            # Identity is always replayed; alone it needs no scores.
+            wanted if any(intervention.name != "identity" for intervention in wanted) else (),
+            Clock(progress),
+            store=store,
+            batch_size=batch_size,
+            output=options["output"],
+            margin=options["margin"],
+            seed=options["seed"],
+        )
+    show(
+        as_json_,
+        lambda: audit_json.replay(frozen, data, found.identity, found.dependence),
+        lambda console: as_text.replay(found.identity, found.dependence, console),
+    )
