@@ -33,6 +33,8 @@ _ALIASES = {
     "_unsafe_view": "view",
     "_to_copy": "to",
     "special_expit": "sigmoid",
+    "concat": "cat",
+    "concatenate": "cat",
     "multiply": "mul",
     "divide": "div",
     "true_divide": "div",
@@ -63,7 +65,7 @@ CLASSES: dict[str, frozenset[str]] = {
     "layout": frozenset(
         (
             "view reshape unsqueeze squeeze expand permute transpose t flatten unflatten repeat clone "
-            "contiguous expand_as view_as reshape_as movedim swapaxes alias detach to getitem"
+            "contiguous expand_as view_as reshape_as movedim swapaxes alias detach to type_as getitem"
         ).split()
     )
     | SELECTIONS

@@ -103,6 +103,8 @@ def test_softmax_has_one_name_in_both_spellings(function):
         (torch.ops.aten._unsafe_view.default, "view"),
         (torch.ops.aten._to_copy.default, "to"),
         (torch.ops.aten.special_expit.default, "sigmoid"),
+        (torch.ops.aten.concat.default, "cat"),
+        (torch.ops.aten.concatenate.default, "cat"),
         (torch.ops.aten.multiply.Tensor, "mul"),
         (torch.ops.aten.true_divide.Tensor, "div"),
         (torch.ops.aten._adaptive_avg_pool2d.default, "adaptive_avg_pool2d"),
@@ -332,3 +334,9 @@ def test_the_source_line_names_file_and_line(zoo):
 
 def test_a_node_without_a_recorded_place_has_no_source_line():
     assert ops.source_line(torch.fx.Graph().placeholder("x")) == ""
+
+
+def test_a_cast_to_the_dtype_of_another_tensor_changes_no_value():
+    graph = torch.fx.Graph()
+    x, like = graph.placeholder("x"), graph.placeholder("like")
+    assert ops.in_class(graph.call_function(torch.ops.aten.type_as.default, (x, like)), "layout")
