@@ -205,7 +205,7 @@ def _controller(identifier: str, place: tuple[str, int], group: list[Match], dat
         pattern=pattern.name,
         module=place[0],
         call=place[1],
-        coefficients=tuple(_coefficient(identifier, name, match) for name in pattern.bound),
+        coefficients=tuple(_coefficient(identifier, name, match) for name in match.bound_names),
         taps=tuple(
             replace(_coefficient(identifier, capture, match), name=tap, key=f"{identifier}/{tap}")
             for tap, capture in pattern.intervene.taps.items()
@@ -270,6 +270,8 @@ def _leaks(group: list[Match], cone: set[Node], dataflow: Dataflow) -> Iterable[
     for node in own:
         if node in cone or node in free or node in values or not dataflow.is_dynamic(node):
             continue
+        if not any(n.op == "placeholder" for n in dataflow.walk_back([node], lambda n: n in match.bound)):
+            continue  # computed from bound values alone, such as a mask made of the chosen indices: nothing live in it
         for reader in node.users:
             if reader not in cone and reader not in own:
                 yield Leak("path", node, reader)

@@ -15,7 +15,7 @@ from torch.fx import Node
 from fxaudit import axes, ops
 from fxaudit.axes import Size
 from fxaudit.controllers import predicates, structure
-from fxaudit.controllers.graphs import Dataflow
+from fxaudit.controllers.graphs import Dataflow, exclusive_cone
 from fxaudit.controllers.language import Chain, Either, Fold, Item, Name, Op, Term
 from fxaudit.controllers.pattern import Pattern
 from fxaudit.controllers.unify import OVERS, Bindings, Unifier, describe
@@ -43,9 +43,25 @@ class Match:
         return node
 
     @property
+    def bound_names(self) -> tuple[str, ...]:
+        """The coefficient, and of what is coupled with it all that something still reads once the coefficient is bound.
+
+        Indices that only place weights inside a dense coefficient die with it.
+        """
+        names = self.pattern.bound
+        return tuple(
+            name
+            for name in names
+            if name == "coefficient"
+            or not exclusive_cone([self.nodes[other] for other in names if other != name]).issuperset(
+                self.nodes[name].users
+            )
+        )
+
+    @property
     def bound(self) -> tuple[Node, ...]:
-        """The coefficient and what is coupled with it."""
-        return tuple(self.nodes[name] for name in self.pattern.bound)
+        """The nodes of `bound_names`."""
+        return tuple(self.nodes[name] for name in self.bound_names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -370,6 +370,49 @@ def test_the_path_leak_of_a_router_is_at_its_logits(routers):
     assert (ops.op_name(leak.node), ops.op_name(leak.reader)) == ("linear", "output")
 
 
+class DenseRouter(nn.Module):
+    """Scores of the two chosen experts, zero for the others, scale what every expert reads, as in Llama 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4, bias=False), nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x):
+        flat = x.reshape(-1, 8)
+        logits = self.router(flat)
+        values, indices = logits.topk(2, -1)
+        scores = torch.full_like(logits, float("-inf")).scatter_(1, indices, values).sigmoid()
+        return torch.bmm(flat * scores.t().unsqueeze(-1), self.experts).sum(0).view_as(x)
+
+
+def test_indices_that_nothing_reads_beside_a_dense_coefficient_are_not_bound():
+    ((found,), _) = built(DenseRouter(), torch.randn(2, 5, 8))
+    assert [(c.name, c.axes) for c in found.coefficients] == [("coefficient", (("batch", "token"), ("expert_count",)))]
+
+
+def test_a_router_dies_with_its_dense_coefficient():
+    ((found,), _) = built(DenseRouter(), torch.randn(2, 5, 8))
+    assert found.parameter_names == {"router.weight"}
+
+
+class SkippingRouter(Router):
+    """The last expert means: no expert. Its weight is set to zero and its index to an expert that exists."""
+
+    def forward(self, x):
+        flat = x.reshape(-1, 8)
+        scores = self.router(flat).softmax(-1)
+        indices = scores.topk(1, -1)[1]
+        skipped = indices == 3
+        weights = scores.gather(1, indices).masked_fill(skipped, 0.0)
+        outputs = (flat[:, None, None] @ self.experts[indices.masked_fill(skipped, 0)]).squeeze(2)
+        return (outputs * weights.unsqueeze(-1)).sum(1).view_as(x)
+
+
+def test_a_mask_of_the_bound_indices_is_no_path_leak():
+    ((found,), _) = built(SkippingRouter(), torch.randn(2, 5, 8))
+    assert found.leaks == ()
+
+
 class Nested(nn.Module):
     """A gate that acts only on the way to another gate."""
 
