@@ -1,0 +1,93 @@
+"""What a row of the acceptance table says, and how it is checked against the eager model."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fxaudit import stages
+from fxaudit.model.load import subject
+from fxaudit.stages import Matched
+from tests.third_party import Build, Inputs
+
+TABLE = "table"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A model and the controllers that the library must count in it.
+
+    `number` is the row of the table in section 6 of the taxonomy of controllers, or the section that describes the
+    family where the table has none. `counts` are the default families, all others being zero; `other` are families
+    that are counted apart: opt-in ones are enabled for the row, report-only and external ones always show. `source`
+    says where the numbers are from: the table, or a formula. `modules` names, for each family, classes of the eager
+    model whose forward calls are its controllers, a second way to the same number; ``2*Name`` where one call holds two.
+    `make test` checks the rows `in_sample`.
+    """
+
+    number: str
+    model: str
+    build: Build
+    counts: Mapping[str, int] = field(default_factory=dict)
+    other: Mapping[str, int] = field(default_factory=dict)
+    source: str = TABLE
+    modules: Mapping[str, str] = field(default_factory=dict)
+    in_sample: bool = False
+
+    @property
+    def id(self) -> str:
+        return f"{self.number}-{self.model.replace(' ', '-')}"
+
+    @property
+    def expected(self) -> dict[str, int]:
+        return {**self.counts, **self.other}
+
+
+def census(row: Row, module: nn.Module, inputs: Inputs) -> dict[str, int]:
+    """Controllers by family as the eager model's own modules show them, counted by hooks during one forward call."""
+    calls: collections.Counter[str] = collections.Counter()
+    handles = [m.register_forward_hook(lambda m, _, __: calls.update([type(m).__name__])) for m in module.modules()]
+    try:
+        with torch.no_grad():
+            module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {family: sum(_count(term, calls) for term in terms.split()) for family, terms in row.modules.items()}
+
+
+def _count(term: str, calls: Mapping[str, int]) -> int:
+    times, _, name = term.rpartition("*")
+    return int(times or 1) * calls[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What fxaudit finds in the model of a row."""
+
+    row: Row
+    module: nn.Module
+    matched: Matched
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Controllers by family, without those that have none."""
+        return {family: count for family, count in self.matched.counts.items() if count}
+
+    @property
+    def differences(self) -> dict[str, tuple[int, int]]:
+        """Families whose count is not the expected one: expected and found."""
+        families = sorted({*self.row.counts, *self.counts})
+        pairs = {family: (self.row.counts.get(family, 0), self.counts.get(family, 0)) for family in families}
+        return {family: (expected, found) for family, (expected, found) in pairs.items() if expected != found}
+
+
+def find(row: Row) -> Found:
+    """Build the model of a row, trace it, and match the whole library."""
+    torch.manual_seed(0)
+    module, inputs = row.build()
+    return Found(row, module, stages.match(stages.trace(subject(module, inputs, source=row.model))))
