@@ -251,6 +251,8 @@ def _leaks(group: list[Match], cone: set[Node], dataflow: Dataflow) -> Iterable[
     """Uses of the coefficient that are no apply site, then survivors on the controller's own way to it."""
     match = group[0]
     applies = {m.apply for m in group}
+    # What the pattern itself names between the coefficient and an apply site is part of the apply.
+    between = {node for m in group for name, node in m.nodes.items() if name in m.pattern.equations} - applies
     queue, seen = [match.coefficient], {match.coefficient}
     while queue:
         node = queue.pop()
@@ -258,7 +260,7 @@ def _leaks(group: list[Match], cone: set[Node], dataflow: Dataflow) -> Iterable[
             if user in applies or user in seen or user in cone:
                 continue
             seen.add(user)
-            if any(ops.in_class(user, name) for name in ("layout", "gather")) and user.users:
+            if (user in between or any(ops.in_class(user, name) for name in ("layout", "gather"))) and user.users:
                 queue.append(user)
             elif not ops.is_symbolic_scalar(user):
                 yield Leak("use", node, user)

@@ -46,9 +46,9 @@ class Match:
     def bound_names(self) -> tuple[str, ...]:
         """The coefficient, and of what is coupled with it all that something still reads once the coefficient is bound.
 
-        Indices that only place weights inside a dense coefficient die with it.
+        Indices that only place weights inside a dense coefficient die with it; optional captures may be missing.
         """
-        names = self.pattern.bound
+        names = [name for name in self.pattern.bound if name in self.nodes]
         return tuple(
             name
             for name in names
@@ -107,8 +107,8 @@ def find_matches(pattern: Pattern, dataflow: Dataflow, sample: Size | None) -> M
     Raises:
         PatternError: the pattern is too ambiguous for one anchor's visit budget.
     """
-    needed = ("apply", *pattern.bound, *pattern.intervene.taps.values())
-    for names in (group for name in needed for group in _mandatory(pattern.equations[name], pattern.equations)):
+    needed = {"apply", *pattern.bound, *pattern.intervene.taps.values()}.difference(pattern.intervene.optional)
+    for names in (group for name in sorted(needed) for group in _mandatory(pattern.equations[name], pattern.equations)):
         if not any(_occurs(name, dataflow) for name in names):
             reason = f"no `{' | '.join(names)}` in the graph"
             return MatchResult(pattern, (), (NearMiss(pattern, None, None, reason, 0, (), (0, 0)),), 0)

@@ -25,7 +25,7 @@ from fxaudit.provenance import json_digest
 SCHEMA = 1
 KEYS = ("schema", "name", "summary", "cite", "match", "shape", "where", "exclude", "intervene", "example")
 REQUIRED = ("schema", "name", "summary", "match", "shape", "intervene")
-INTERVENE_KEYS = ("axes", "acts", "neutral", "range", "sums_to", "coupled", "taps")
+INTERVENE_KEYS = ("axes", "acts", "neutral", "range", "sums_to", "coupled", "optional", "taps")
 EXAMPLE_KEYS = ("why", "expect", "inputs", "code")
 ROLES = ("sample", "position", "unit", "slot")
 ACTS = ("multiply", "add", "mix", "select", "step")
@@ -37,8 +37,8 @@ class Intervene:
     """How the coefficient acts and what may be done to it.
 
     `axes` gives each axis name its role. `coupled` are captures that travel with the coefficient and are bound together
-    with it; `taps` are captures that are recorded beside it and never bound. `low` and `high` bound its values; along
-    `simplex_axis` they sum to `simplex_sum`.
+    with it, save those in `optional` that a member lacks; `taps` are captures that are recorded beside it and never
+    bound. `low` and `high` bound its values; along `simplex_axis` they sum to `simplex_sum`.
     """
 
     axes: Mapping[str, str]
@@ -49,6 +49,7 @@ class Intervene:
     simplex_axis: str | None
     simplex_sum: float | None
     coupled: tuple[str, ...]
+    optional: tuple[str, ...]
     taps: Mapping[str, str]
 
 
@@ -334,6 +335,15 @@ class _Reader:
         if acts not in ACTS:
             raise self.error(f"`acts` is unknown{nearest(acts, ACTS)}", "acts", ", ".join(ACTS), acts)
         coupled = tuple(self.strings("coupled", table))
+        optional = tuple(self.strings("optional", table))
+        for name in optional:
+            if name not in coupled:
+                raise self.error(
+                    f"`{name}` is optional but not coupled{nearest(name, coupled)}",
+                    "optional",
+                    ", ".join(coupled) or "names that `coupled` lists",
+                    name,
+                )
         taps = self.typed("taps", dict, table) if "taps" in table else {}
         for tap in taps:
             if tap not in TAPS:
@@ -366,6 +376,7 @@ class _Reader:
             simplex_axis=sums["axis"] if sums else None,
             simplex_sum=float(sums["value"]) if sums else None,
             coupled=coupled,
+            optional=optional,
             taps=taps,
         )
 

@@ -8,6 +8,7 @@ params(coefficient) > 0  number of parameters that only it needs
 depends(value, input)    `value` is computed from `input`
 distinct(value, input)   two captures are not the same node
 module(input, "*.attn")  the module path of a node matches a glob
+bound(filter)            an optional capture is there
 and, or, not             of these
 """
 
@@ -36,6 +37,7 @@ PREDICATES: dict[str, tuple[str, ...]] = {
     "depends": ("node", "node"),
     "distinct": ("node", "node"),
     "module": ("node", "text"),
+    "bound": ("node",),
 }
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt,
@@ -99,7 +101,7 @@ def _is_truth(node: ast.expr) -> bool:
         case ast.UnaryOp(operand=operand):
             return _is_truth(operand)
         case ast.Call(func=ast.Name(id=name)):
-            return name in ("depends", "distinct", "module")
+            return name in ("depends", "distinct", "module", "bound")
     return isinstance(node, ast.Compare)
 
 
@@ -190,6 +192,8 @@ def _value(node: ast.expr, sizes: Mapping[str, Size], nodes: Mapping[str, Node],
 def _call(name: str, arguments: list[Any], sizes: Mapping[str, Size], nodes: Mapping[str, Node], graph: Graph) -> Any:
     if name == "size":
         return sizes[arguments[0].id]
+    if name == "bound":
+        return arguments[0].id in nodes
     first = nodes[arguments[0].id]
     match name:
         case "rank":

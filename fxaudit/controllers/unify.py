@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -295,27 +295,50 @@ class Unifier:
 
         Names of an alternative that was not taken are left unbound, unless the pattern binds or records them.
         """
-        needed = {*self.pattern.bound, *self.pattern.intervene.taps.values()}
-        reached = self._mentioned_by("apply")
-        return [name for name in self.equations if name not in bindings and (name in needed or name not in reached)]
+        return self._open(self.equations, "apply", bindings)
+
+    def _open(self, names: Iterable[str], unified: str, bindings: Bindings) -> list[str]:
+        """Those of `names` that still have to be found once the equation of `unified` holds."""
+        intervene = self.pattern.intervene
+        needed = {*self.pattern.bound, *intervene.taps.values()}
+        settled = {*bindings, *intervene.optional}
+        reached = self._mentioned_by(unified)
+        return [name for name in names if name not in settled and (name in needed or name not in reached)]
 
     def _forward(self, bindings: Bindings, pending: list[str]) -> Iterator[Bindings]:
-        """Unify the pending equations on the users of what they mention."""
+        """Unify the pending equations on the users, behind any layout, of what they mention.
+
+        An equation that mentions an optional capture may hold nowhere.
+        """
         if not pending:
             yield bindings
             return
-        name, *rest = pending
+        known = {name for name, node in bindings.items() if isinstance(node, Node)}
+        name = next((n for n in pending if language.names_in(self.equations[n]) & known), pending[0])
         term = self.equations[name]
-        mentioned = [bindings[n] for n in language.names_in(term) if isinstance(bindings.get(n), Node)]
+        mentioned = [bindings[n] for n in sorted(language.names_in(term) & known)]
         found = False
-        for candidate in dict.fromkeys(user for node in mentioned for user in node.users):
+        for candidate in self._users(mentioned):
             for extended in self.unify(Name(term.line, name), candidate, bindings):
                 found = True
-                yield from self._forward(extended, rest)
-        if not found:
+                yield from self._forward(extended, self._open(pending, name, extended))
+        if not found and language.names_in(term).intersection(self.pattern.intervene.optional):
+            yield from self._forward(bindings, [other for other in pending if other != name])
+        elif not found:
             self.fail(
                 bindings, mentioned[0] if mentioned else self.anchor, term.line, "nothing in the graph is `{}`", name
             )
+
+    def _users(self, nodes: Sequence[Node]) -> Iterator[Node]:
+        """The nodes that read `nodes`, directly or in another layout, the nearest first."""
+        queue = deque((user, 0) for node in nodes for user in node.users)
+        seen = {user for user, _ in queue}
+        while queue:
+            user, steps = queue.popleft()
+            yield user
+            if steps < language.CHAIN_MOST and self.dataflow.is_a(user, "layout"):
+                queue.extend((further, steps + 1) for further in user.users if further not in seen)
+                seen.update(user.users)
 
 
 def _is_read_once(node: Node) -> bool:

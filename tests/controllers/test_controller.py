@@ -287,6 +287,22 @@ def test_each_leak_is_a_finding(leaks, name, expected):
     assert [f.kind for f in leaks[name][1]] == [f"{kind}-leak" for kind, _, _ in expected]
 
 
+def test_what_a_pattern_names_between_the_coefficient_and_the_apply_is_no_leak():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return (1 + torch.tanh(self.gate(x))) * self.value(x)
+
+    match = "coefficient = tanh(linear(_))\n{}apply = value * {}"
+    shape, axes = {"coefficient": "batch token feature"}, {"batch": "sample", "token": "position", "feature": "unit"}
+    named = pattern(match.format("scale = 1.0 + coefficient\n", "scale"), shape=shape, axes=axes)
+    (found,), _ = built(Scaled(), torch.randn(2, 5, 8), patterns=[named])
+    assert not found.leaks
+
+
 def test_a_returned_coefficient_is_said_to_be_the_bound_value(leaks):
     assert leaks["returned"][1][0].text == (
         "<root>#0: a model output also reads the coefficient, and reads the bound value once frozen"

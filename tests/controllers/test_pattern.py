@@ -182,6 +182,17 @@ def test_an_intervention_key_that_is_not_required_may_be_left_out(read, key):
     assert read(changed(line, "")).name == "gate"
 
 
+def test_a_coupled_capture_may_be_optional(read):
+    assert read(changed('coupled = ["hidden"]', 'coupled = ["hidden"]\noptional = ["hidden"]')).intervene.optional == (
+        "hidden",
+    )
+
+
+def test_only_what_is_coupled_can_be_optional(read):
+    error = refused(read, changed('coupled = ["hidden"]', 'coupled = ["hidden"]\noptional = ["hiden"]'))
+    assert error.what == "`hiden` is optional but not coupled; did you mean `hidden`?"
+
+
 @pytest.mark.parametrize("acts", ACTS)
 def test_every_documented_way_to_act_is_accepted(read, acts):
     assert read(changed('"multiply"', f'"{acts}"')).intervene.acts == acts

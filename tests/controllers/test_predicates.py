@@ -49,6 +49,8 @@ HOLD = [
     'module(gate, "blocks.?.attn")',
     'not module(gate, "blocks.3")',
     'module(x, "")',
+    "bound(gate)",
+    "not bound(missing)",
     "channel > 1 and k > 1",
     "channel > 100 or k > 1",
     "not channel > 100",
@@ -135,4 +137,4 @@ def test_a_number_alone_is_no_predicate(text):
 
 
 def test_the_predicates_are_the_closed_set_of_the_language():
-    assert set(PREDICATES) == {"size", "rank", "depends", "uses", "params", "module", "distinct"}
+    assert set(PREDICATES) == {"size", "rank", "depends", "uses", "params", "module", "distinct", "bound"}

@@ -3,6 +3,7 @@ import itertools
 
 import pytest
 
+from fxaudit import ops
 from fxaudit.controllers.graphs import Dataflow
 from fxaudit.controllers.unify import BUDGET, Unifier, describe
 from fxaudit.errors import PatternError
@@ -543,6 +544,54 @@ def test_a_pattern_whose_coupled_output_is_not_there_does_not_match():
         intervene='coupled = ["indices"]',
     )
     assert not readings(chosen, build.dataflow(node), node)
+
+
+TWO_GATES = """
+hidden      = relu(_)
+coefficient = sigmoid(linear(hidden))
+apply       = input * coefficient
+mapped      = linear(chain(layout, least=0)(apply))
+second      = sigmoid(chain(linear | layout)(hidden))
+applied     = chain(layout, least=0)(mapped) * second
+"""
+
+
+def two_gates(has_second, is_viewed=False):
+    """One gate before a linear layer, and perhaps another, from the same hidden state, after it."""
+    build = Build()
+    x = build.input(2, 4)
+    hidden = build("relu", x)
+    node = build.mul(x, build("sigmoid", build.linear(hidden, 4)))
+    mapped = build.linear(build("view", node, [2, 4]) if is_viewed else node, 3)
+    mapped = build("view", mapped, [2, 3]) if is_viewed else mapped
+    second = build("sigmoid", build.linear(hidden, 3))
+    return build.dataflow(build.mul(mapped, second) if has_second else mapped, second), node, second
+
+
+def optional_second(intervene='optional = ["second"]'):
+    return pattern(
+        TWO_GATES,
+        shape={"coefficient": "batch feature", "second": "batch other"},
+        axes={"batch": "sample", "feature": "unit", "other": "unit"},
+        intervene=f'coupled = ["second"]\n{intervene}',
+    )
+
+
+@pytest.mark.parametrize("is_viewed", [False, True])
+def test_an_optional_capture_is_bound_where_it_is_there(is_viewed):
+    dataflow, node, second = two_gates(True, is_viewed)
+    assert [r["second"] for r in readings(optional_second(), dataflow, node)] == [second]
+
+
+def test_an_optional_capture_is_left_out_where_it_is_not_there():
+    dataflow, node, _ = two_gates(False)
+    (found,) = readings(optional_second(), dataflow, node)
+    assert ("second" in found, ops.op_name(found["mapped"])) == (False, "linear")
+
+
+def test_a_coupled_capture_that_is_not_optional_must_be_there():
+    dataflow, node, _ = two_gates(False)
+    assert not readings(optional_second(""), dataflow, node)
 
 
 def test_an_equation_of_an_alternative_that_was_not_taken_stays_unbound():
