@@ -107,7 +107,7 @@ class Branching(nn.Module):
 
 class ChangedUnderExport(nn.Module):
     def forward(self, x):
-        return 3 * x if torch.compiler.is_exporting() else 2 * x
+        return 2 * x if type(x) in (torch.Tensor, nn.Parameter) else 3 * x
 
 
 def sequence(batch: int = 2) -> torch.Tensor:

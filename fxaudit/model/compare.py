@@ -68,3 +68,11 @@ def _max_abs_diff(a: Tensor, b: Tensor) -> float:
     # Where both are the same infinity or NaN there is no difference; where only one is, it is infinite.
     difference = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(difference), difference)
     return float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")).max()) if difference.numel() else 0.0
+
+
+def largest_finite(value: Any) -> float:
+    """The largest absolute value of a floating-point tensor, infinities and NaN left out; 0 for anything else."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return 0.0
+    finite = value[value.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0

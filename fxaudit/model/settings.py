@@ -7,20 +7,48 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxaudit.errors import UsageError
+
+ATTENTION = ("eager", "sdpa")
+EXPERTS = ("batched_mm", "grouped_mm")
+DECOMPOSE = ("lstm",)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """What the user may choose about a trace; None leaves the choice to fxaudit.
+
+    Attributes:
+        attention: implementation of attention in a transformers model, one of `ATTENTION`.
+        experts: implementation of experts in a transformers model, one of `EXPERTS`.
+        decompose: fused ops to trace as their parts: ``lstm`` unrolls LSTM and GRU layers into their gates.
+        dynamic_sequence: trace the axes after the first with any size, too, where the model allows it.
+    """
+
+    attention: str | None = None
+    experts: str | None = None
+    decompose: tuple[str, ...] = ()
+    dynamic_sequence: bool = False
+
 
 @contextlib.contextmanager
-def traceable(module: nn.Module) -> Iterator[dict[str, str]]:
+def traceable(module: nn.Module, options: TraceOptions | None = None) -> Iterator[dict[str, str]]:
     """A module in the state in which it is traced and used as the reference; yields the settings that differ from its
     own.
 
     Eval mode; for transformers models no cache in the outputs and experts as batched matrix products, since the eager
     loop over the experts that were hit branches on data. On leaving, every flag is what it was.
+
+    Raises:
+        UsageError: an option that only a transformers model has.
     """
+    options = options or TraceOptions()
     training = [(m, m.training) for m in module.modules()]
     applied: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
@@ -32,14 +60,41 @@ def traceable(module: nn.Module) -> Iterator[dict[str, str]]:
             if getattr(config, "use_cache", False):
                 _set(stack, config, "use_cache", False)
                 applied["use_cache"] = "False"
-        for model in _pretrained_models(module):
-            if not model._can_set_experts_implementation():
-                continue
-            name = "_experts_implementation_internal"
-            if getattr(model.config, name, None) != "batched_mm":
-                _set(stack, model.config, name, "batched_mm")
-                applied["experts_implementation"] = "batched_mm"
+        models = [model for model in _pretrained_models(module) if model._can_set_experts_implementation()]
+        if options.experts is not None and not models:
+            raise _no_such_setting(module, "experts", options.experts)
+        for model in models:
+            _set_setting(stack, applied, model.config, "experts", options.experts or "batched_mm")
+        if options.attention is not None:
+            configs = [config for config in _configs(module) if hasattr(config, "_attn_implementation_internal")]
+            if not configs:
+                raise _no_such_setting(module, "attn", options.attention)
+            for config in configs:
+                _set_setting(stack, applied, config, "attn", options.attention)
+        if options.decompose:
+            applied["decompose"] = ",".join(options.decompose)
+        if options.dynamic_sequence:
+            applied["dynamic_sequence"] = "True"
         yield applied
+
+
+def _set_setting(stack: contextlib.ExitStack, applied: dict[str, str], config: Any, kind: str, value: str) -> None:
+    """Set an implementation in a transformers config, past the property that copies it to other configs."""
+    name = f"_{kind}_implementation_internal"
+    if getattr(config, name, None) != value:
+        _set(stack, config, name, value)
+        applied[f"{kind}_implementation"] = value
+
+
+def _no_such_setting(module: nn.Module, kind: str, value: str) -> UsageError:
+    option = {"attn": "attention"}.get(kind, kind)
+    return UsageError(
+        f"--{option} {value} has no meaning for this model",
+        where=f"{type(module).__module__}.{type(module).__qualname__}",
+        expected=f"a transformers model whose {option} can be chosen",
+        found="a model without that setting",
+        remedy=f"leave --{option} out",
+    )
 
 
 def _restore_modes(training: list[tuple[nn.Module, bool]]) -> None:

@@ -540,12 +540,23 @@ def test_a_python_value_that_changes_from_call_to_call_is_refused():
     assert "does not compute what the model computes" in fails(Baked(), X).what
 
 
-def test_randomness_that_reaches_the_output_is_refused():
-    class Noisy(nn.Module):
-        def forward(self, x):
-            return x + torch.rand_like(x)
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x + torch.rand_like(x)
 
-    assert "randomness" in fails(Noisy(), X).remedy
+
+def test_randomness_that_reaches_the_output_is_drawn_alike_in_every_run():
+    result = traced(Noisy(), X)
+    assert result.fidelity.bitwise
+    assert torch.equal(run(result, X), run(result, X))
+    assert not torch.equal(run(result, X), X)
+
+
+def test_a_run_with_random_draws_leaves_the_callers_random_state_alone():
+    result = traced(Noisy(), X)
+    state = torch.get_rng_state()
+    run(result, X)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_model_that_fails_on_its_example_is_refused_at_the_users_line():

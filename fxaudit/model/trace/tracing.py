@@ -1,0 +1,224 @@
+"""A `Subject` becomes a `TracedModel`: one flat graph of functional, undecomposed ATen that computes what eager
+computes.
+
+Full core-ATen decomposition would destroy what patterns look for; `run_decompositions({})` only makes in-place ops
+functional and leaves `linear`, `conv2d`, `softplus` and `einsum` whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fxaudit import ops
+from fxaudit.errors import TraceError
+from fxaudit.model.compare import compare
+from fxaudit.model.load import Subject
+from fxaudit.model.settings import TraceOptions, exact_numerics, quiet_torch, traceable
+from fxaudit.model.state import ModuleState, remember, set_back, set_back_buffers
+from fxaudit.model.trace.capture import Captured, captures
+from fxaudit.model.trace.fidelity import RELATIVE_TOLERANCE, ask_referee, fidelity_of, is_tolerable, run_eager
+from fxaudit.model.trace.flat import flat
+from fxaudit.model.trace.refusals import untraceable
+from fxaudit.model.trace.traced import Finding, TracedModel, written_inputs
+from fxaudit.provenance import state_fingerprint
+
+_SUBGRAPHS = frozenset("cond while_loop scan map_impl associative_scan switch".split())
+
+
+def trace(subject: Subject, *, seed: int = 0, options: TraceOptions | None = None) -> TracedModel:
+    """The traced form of `subject`, compared with the eager model on two inputs and, where it can be, two batch sizes.
+
+    Raises:
+        TraceError: the model cannot be traced, or the trace computes something else.
+        UsageError: an option that has no meaning for this model.
+    """
+    started = time.perf_counter()
+    options = options or TraceOptions()
+    module = subject.module
+    before = state_fingerprint(module)
+    left_behind: list[Finding] = []
+    with exact_numerics(), traceable(module, options) as settings:
+        state = remember(module)
+        try:
+            with quiet_torch():
+                warmed = _warm_up(subject, state)
+            traced = _most_faithful(subject, options, settings, seed)
+        finally:
+            left_behind = _set_back(subject, state, before)
+    return dataclasses.replace(
+        traced,
+        findings=(*traced.findings, *warmed, *left_behind),
+        fingerprint=before,
+        seconds=time.perf_counter() - started,
+    )
+
+
+# --- the user's model is left as it was -----------------------------------------------------------------------------
+
+
+def _warm_up(subject: Subject, state: ModuleState) -> list[Finding]:
+    """Call the model twice from the same buffers: what a first call leaves behind must not reach the trace."""
+    cold = run_eager(subject, subject.arguments)
+    set_back_buffers(subject.module, state)
+    found = compare("", cold, run_eager(subject, subject.arguments))
+    if found.bitwise:
+        return []
+    text = (
+        f"the first call of the model computes something else than the second (they differ by {found.max_abs_diff:.3g})"
+        ": it keeps state; what is traced is a later call"
+    )
+    return [Finding("cold-call", text)]
+
+
+def _set_back(subject: Subject, state: ModuleState, fingerprint: str) -> list[Finding]:
+    """Set the model back; findings name what forward calls had changed."""
+    set_back_buffers(subject.module, state)
+    if state_fingerprint(subject.module) != fingerprint:
+        # A flag that says `already rescaled` belongs to the weights that were rescaled: both stay.
+        text = "a forward call changes the model's own parameters; the model is left as its first call leaves it"
+        return [Finding("mutates-parameters", text)]
+    if not (changed := set_back(subject.module, state)):
+        return []
+    text = f"a forward call changes {', '.join(changed[:4])}{' and more' if len(changed) > 4 else ''}; set back"
+    return [Finding("mutated-attribute", text)]
+
+
+# --- the front end that computes what eager computes ----------------------------------------------------------------
+
+
+def _most_faithful(subject: Subject, options: TraceOptions, settings: dict[str, str], seed: int) -> TracedModel:
+    """The first trace that is bitwise, else the closest one that is tolerable.
+
+    Raises:
+        TraceError: there is none.
+    """
+    inexact: list[tuple[TracedModel, float]] = []
+    refused: TraceError | None = None
+    attempts = captures(subject, options)
+    while (captured := _next(attempts)) is not None:
+        try:
+            with quiet_torch():
+                traced = _flattened(subject, captured, options, settings)
+            fidelity, scale = fidelity_of(traced, seed)
+        except Exception as error:
+            refused = refused or untraceable(subject, captured.rescued_from or error)
+            continue
+        traced = dataclasses.replace(traced, fidelity=fidelity)
+        if fidelity.bitwise:
+            return traced
+        inexact.append((traced, scale))
+    if not inexact:
+        assert refused is not None, "captures yields or raises"
+        raise refused
+    return _closest(inexact)
+
+
+def _next(attempts: Iterator[Captured]) -> Captured | None:
+    with quiet_torch():
+        return next(attempts, None)
+
+
+def _closest(inexact: list[tuple[TracedModel, float]]) -> TracedModel:
+    traced, scale = min(inexact, key=lambda pair: pair[0].fidelity.max_abs_diff)
+    fidelity = traced.fidelity
+    tolerable = is_tolerable(fidelity, scale)
+    referee = ask_referee(traced)
+    if not tolerable and not referee.accepts:
+        worst = max(fidelity.comparisons, key=lambda comparison: comparison.max_abs_diff)
+        raise TraceError(
+            f"the trace of {traced.subject.source} does not compute what the model computes",
+            expected=f"equal outputs, or a difference of at most {RELATIVE_TOLERANCE:g} of the largest ({scale:.3g})",
+            found=f"a difference of {worst.max_abs_diff:.3g} on the {worst.inputs} input; {referee}",
+            remedy="look for code that depends on values, on randomness, on state kept between calls,"
+            " or on whether it is being exported",
+            fidelity=fidelity,
+            reason="unfaithful",
+        )
+    text = f"the trace differs from the eager model by up to {fidelity.max_abs_diff:.3g}; {referee}"
+    return dataclasses.replace(traced, findings=(*traced.findings, Finding("inexact-trace", text)))
+
+
+def _flattened(subject: Subject, captured: Captured, options: TraceOptions, settings: dict[str, str]) -> TracedModel:
+    program = captured.program.run_decompositions(_decompositions(options))
+    traced = flat(subject, program, captured.frontend, {**settings, **captured.settings})
+    return dataclasses.replace(
+        traced,
+        findings=(*captured.findings, *_graph_findings(traced, captured)),
+        unseen=captured.leaves,
+    )
+
+
+def _decompositions(options: TraceOptions) -> dict[Any, Any]:
+    if "lstm" not in options.decompose:
+        return {}
+    from torch._decomp import get_decompositions
+
+    recurrent = [torch.ops.aten.lstm.input, torch.ops.aten.gru.input]
+    return dict(get_decompositions(recurrent))
+
+
+# --- findings -------------------------------------------------------------------------------------------------------
+
+
+def _graph_findings(traced: TracedModel, captured: Captured) -> list[Finding]:
+    """What the graph shows, beside what was found when it was captured."""
+    findings = []
+    if isinstance(traced.sample, int) and not any(f.kind == "static-batch" for f in captured.findings):
+        text = f"the graph takes only batches of {traced.sample}: the model's code fixes the input axis"
+        findings.append(Finding("static-batch", text))
+    if captured.settings.get("code") == "export":
+        text = "the model has other code for export than for eager mode; the graph holds that"
+        findings.append(Finding("export-code", text))
+    if traced.decisions:
+        text = (
+            f"{len(traced.decisions)} Python values are read from tensors (branch-specialised): the graph holds the"
+            " path that the example takes, and inputs that take another one are refused"
+        )
+        findings.append(Finding("branch-specialised", text, traced.decisions[0]))
+    for name in traced.initial_state:
+        findings.append(
+            Finding("mutated-buffer", f"a forward call writes to `{name}`; every batch starts from its first value")
+        )
+    if written_inputs(traced.graph_module):
+        findings.append(Finding("mutated-input", "a forward call writes to its own inputs; each run gets a copy"))
+    for leaf in captured.leaves:
+        share = leaf.parameter_count / max(traced.subject.parameter_count, 1)
+        text = (
+            f"`{leaf.path}` defeats tracing and runs as one opaque op; its {leaf.parameter_count:,} parameters"
+            f" ({share:.0%} of the model) are unseen, and no absence of controllers is claimed there"
+        )
+        findings.append(Finding("opaque-leaf", text))
+    return findings + _op_findings(traced)
+
+
+def _op_findings(traced: TracedModel) -> list[Finding]:
+    findings = []
+    names: Counter[str] = Counter()
+    lines: dict[str, str] = {}
+    for node in traced.graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = ops.op_name(node)
+        names[name] += 1
+        lines.setdefault(name, ops.source_line(node))
+        if name in ops.RANDOM:
+            text = f"`{name}` draws random numbers in eval mode; every run starts from the same seed"
+            findings.append(Finding("random-op", text, ops.source_line(node)))
+    for name, count in names.items():
+        namespace, _, short = name.rpartition("::")
+        if namespace == "higher_order" or short in _SUBGRAPHS:
+            text = f"`{short}` ({count} times) runs a subgraph; controllers inside it are not searched for"
+            findings.append(Finding("subgraph", text, lines[name]))
+        elif namespace not in ("", "python", "sym", "fxaudit"):
+            text = f"`{name}` is a custom op: controllers inside it are unseen"
+            findings.append(Finding("opaque-op", text, lines[name]))
+        elif short in ("lstm", "gru"):
+            text = f"`{short}` is one op ({count} times); --decompose lstm shows its gates"
+            findings.append(Finding("fused-recurrence", text, lines[name]))
+    return findings
