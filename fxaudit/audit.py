@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from fxaudit import stages
 from fxaudit.controllers.rewrite import FrozenModel
@@ -16,8 +18,12 @@ from fxaudit.model.data import DataSet, require_disjoint
 from fxaudit.model.load import Subject
 from fxaudit.model.trace import Finding
 from fxaudit.replay import dependence, intervene, variation
-from fxaudit.replay.dependence import Dependence
+from fxaudit.replay.dependence import Calibration
 from fxaudit.replay.intervene import Intervention
+from fxaudit.replay.metrics import Metric
+from fxaudit.replay.permutations import write_permutations
+from fxaudit.replay.plan import SCOPES
+from fxaudit.replay.results import Dependence
 from fxaudit.replay.run import IdentityReplay, Recording
 from fxaudit.replay.store import CoefficientStore
 from fxaudit.replay.variation import Variation
@@ -28,6 +34,27 @@ if TYPE_CHECKING:  # importing it for real would import onnx for every command
 
 Watch = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 EXECUTED_INPUTS = 8
+PERMUTATIONS = "permutations.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What is replayed and how it is judged.
+
+    Without `interventions` every one that has a meaning; an empty tuple replays identity alone. Random ones are drawn
+    `seeds` times, the first time with the seed of the run, unless `permutations` are given (by seed, None standing for
+    the first). `live` adds rows in which the other controllers are recomputed. Effects within `margin` count as none.
+    """
+
+    interventions: tuple[Intervention, ...] | None = None
+    scopes: tuple[str, ...] = SCOPES
+    seeds: int = 1
+    live: bool = False
+    permutations: Mapping[int | None, Mapping[str, Tensor]] = field(default_factory=dict)
+    output: str | None = None
+    metric: Metric | None = None
+    margin: float | None = None
+    compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +116,9 @@ def audit(
     directory: str | Path,
     *,
     patterns: Sequence[Any] | None = None,
-    interventions: Sequence[Intervention] | None = None,
     batch_size: int | None = None,
     limit: int | None = None,
-    output: str | None = None,
-    margin: float | None = None,
+    replaying: ReplayOptions | None = None,
     seed: int = 0,
     watch: Watch = _unwatched,
 ) -> AuditReport:
@@ -103,7 +128,7 @@ def audit(
         data, calibration: dicts of tensors by input name, or what `--data` takes; they must not share an input.
         directory: where coefficients and ONNX files go.
         limit: use at most this many inputs of each data set.
-        margin: effects within it count as none, in units of the metric.
+        replaying: interventions, scopes, seeds, metric and margin.
 
     Raises:
         NoControllerError: no pattern matches.
@@ -111,7 +136,7 @@ def audit(
         SelfCheckError: identity replay is not bitwise, or counts contradict each other.
     """
     directory = Path(directory)
-    interventions = interventions or intervene.default_interventions(seed)
+    replaying = replaying or ReplayOptions()
     clock = Clock(watch)
     traced = clock.time("trace", lambda _: stages.trace(subject, seed=seed))
     matched = clock.time("match", lambda _: stages.match(traced, patterns))
@@ -122,15 +147,14 @@ def audit(
         evaluation,
         calibrating,
         directory / "coefficients",
-        interventions,
+        replaying,
         clock,
         batch_size=batch_size,
-        output=output,
-        margin=margin,
         seed=seed,
     )
     assert replayed.profile is not None
     assert replayed.dependence is not None  # calibration data and interventions were given
+    write_permutations(directory / PERMUTATIONS, replayed.dependence.draws)
     recording, profile = replayed.recording, replayed.profile.store
     varied: Variation = clock.time(
         "variation", lambda _: variation.measure_variation(recording.store, frozen.controllers)
@@ -141,10 +165,15 @@ def audit(
     options = {
         "batch_size": recording.store.manifest["batch_size"],
         "limit": limit,
-        "output": output,
-        "margin": margin,
+        "output": replaying.output,
+        "metric": replayed.dependence.baseline.metric,
+        "margin": replaying.margin,
         "seed": seed,
-        "interventions": [str(intervention) for intervention in interventions],
+        "seeds": list(replayed.dependence.draws),
+        "scopes": list(replaying.scopes),
+        "live": replaying.live,
+        "compiled": replaying.compiled,
+        "interventions": list(dict.fromkeys(result.label for result in replayed.dependence.results)),
     }
     return AuditReport(
         matched,
@@ -179,13 +208,11 @@ def replay(
     data: DataSet,
     calibration: DataSet | None,
     directory: Path,
-    interventions: Sequence[Intervention],
+    options: ReplayOptions,
     clock: Clock,
     *,
     store: Path | None = None,
     batch_size: int | None = None,
-    output: str | None = None,
-    margin: float | None = None,
     seed: int = 0,
 ) -> Replayed:
     """Record `frozen` on `data` below `directory`, or into `store`; replay identity, then any interventions.
@@ -212,18 +239,29 @@ def replay(
             ),
         )
     found: Dependence | None = None
+    interventions = options.interventions
+    if interventions is None:
+        interventions = intervene.default_interventions(frozen.controllers)
     if interventions:
+        calibrating = None
+        if profile is not None and calibration is not None:
+            calibrating = Calibration(profile.store, calibration.valid_positions())
         found = clock.time(
             "dependence",
             lambda advance: dependence.measure_dependence(
                 frozen,
                 data,
                 recording.store,
-                profile.store if profile is not None else None,
+                calibrating,
                 interventions,
-                seed=seed,
-                output=output,
-                margin=margin,
+                seeds=range(seed, seed + options.seeds),
+                output=options.output,
+                margin=options.margin,
+                scopes=options.scopes,
+                live=options.live,
+                given=options.permutations,
+                metric=options.metric,
+                compiled=options.compiled,
                 progress=advance,
             ),
         )

@@ -24,7 +24,7 @@ from fxaudit.model.inputs import resampled
 from fxaudit.model.load import Subject
 from fxaudit.model.settings import exact_numerics
 from fxaudit.model.trace import Finding, TracedModel, other_batches, run_flat
-from fxaudit.replay import intervene
+from fxaudit.replay import intervene, profiles
 from fxaudit.replay.run import IdentityReplay, Progress, Recording, replay_identity, require_identity
 from fxaudit.replay.run import record as record_into
 from fxaudit.replay.store import CoefficientStore, open_store
@@ -263,9 +263,11 @@ def export(frozen: FrozenModel, directory: str | Path, calibration: CoefficientS
 
     profile = None
     static = intervene.Intervention("static", "unit")
-    if calibration is not None and not any(intervene.refusal(static, k, 2) for k in frozen.controllers):
-        stored = intervene.static_profiles(calibration, frozen.coefficients, "unit")
-        profile = {c.key: intervene.in_graph_order(stored[c.key], c) for c in frozen.coefficients}
+    # A choice has no mean that could be baked in.
+    averaged = not any(intervene.is_discrete(k) or intervene.refusal(static, k, 2) for k in frozen.controllers)
+    if calibration is not None and averaged:
+        stored = profiles.static_profiles(calibration, frozen.coefficients, "unit")
+        profile = {c.key: profiles.in_graph_order(stored[c.key], c) for c in frozen.coefficients}
     return export_graphs(frozen, Path(directory), profile)
 
 

@@ -171,7 +171,8 @@ def test_replay_reports_every_intervention_with_its_effect_on_each_input(place: 
     assert result.exit_code == 0, result.output
     replayed = json.loads(result.stdout)
     joint = [row for row in replayed["interventions"] if row["scope"] == "joint"]
-    assert [row["name"] for row in joint] == ["reassign", "shuffle-tokens", "static", "static", "static", "neutral"]
+    names = ["reassign", "shuffle-tokens", "static", "static", "static", "neutral", "resample", "permute-units"]
+    assert [row["name"] for row in joint] == [*names, "swap-controllers"]
     assert all(len(row["per_input"]) == 9 for row in joint)
 
 

@@ -10,7 +10,7 @@ import click
 
 from fxaudit.audit import audit as run_audit
 from fxaudit.cli.console import finite, progress, show
-from fxaudit.cli.options import data_options, interventions_of, json_option, model_options, replay_options, subject_of
+from fxaudit.cli.options import data_options, json_option, model_options, replay_options, replaying_of, subject_of
 from fxaudit.controllers.pattern import library_path
 from fxaudit.errors import DataError
 from fxaudit.report import as_text, audit_json
@@ -34,18 +34,16 @@ def audit(directory: Path, as_json_: bool, calibration: str, **options: Any) -> 
     """
     from fxaudit.report import html
 
-    wanted = interventions_of(options)
+    asked = replaying_of(options)
     report = run_audit(
         subject_of(options),
         options["data"],
         calibration,
         directory,
         patterns=options["patterns"] or None,
-        interventions=wanted,
         batch_size=options["batch_size"],
         limit=options["limit"],
-        output=options["output"],
-        margin=options["margin"],
+        replaying=asked,
         seed=options["seed"],
         watch=progress,
     )

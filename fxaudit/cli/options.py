@@ -9,10 +9,14 @@ from typing import Any, TypeVar
 import click
 
 from fxaudit import stages
+from fxaudit.audit import ReplayOptions
 from fxaudit.cli.console import working
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.model.load import Subject
-from fxaudit.replay.intervene import Intervention, default_interventions, parse_interventions
+from fxaudit.replay.intervene import parse_interventions
+from fxaudit.replay.metrics import load_metric
+from fxaudit.replay.permutations import read_permutations
+from fxaudit.replay.plan import SCOPES, parse_scopes
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -43,8 +47,8 @@ model_options = options_of(
     patterns_option,
 )
 DATA_HELP = (
-    "A .safetensors or .npz file with an array for each input (and `targets`), a .txt file, file.py:function,"
-    " `example`, or `resampled:N`."
+    "A .safetensors or .npz file with an array for each input (and `targets`), a .txt file, a folder of images or of a"
+    " saved Hugging Face data set, file.py:function, `example`, or `resampled:N`."
 )
 data_options = options_of(
     click.option("--data", required=True, metavar="DATA", help=DATA_HELP),
@@ -55,12 +59,33 @@ data_options = options_of(
 )
 replay_options = options_of(
     click.option("--output", metavar="NAME|INDEX", help="The output that holds the logits."),
+    click.option(
+        "--metric", metavar="FILE.py:FUNCTION", help="Scores (outputs, targets, live outputs) for each input."
+    ),
     click.option("--margin", type=click.FloatRange(min=0, min_open=True), help="Effects within it count as none."),
     click.option(
         "--interventions",
         metavar="LIST",
-        help="Comma-separated: identity, reassign, shuffle-tokens, static[:LEVEL], neutral. All by default.",
+        help="Comma-separated: identity, reassign, shuffle-tokens, static[:LEVEL], neutral, resample, permute-units,"
+        " swap-controllers; draws of its own for `:each` controller; `:weights` or `:indices` of a choice alone. All by"
+        " default.",
     ),
+    click.option(
+        "--scope",
+        metavar="LIST",
+        default=",".join(SCOPES),
+        show_default=True,
+        help="Which controllers are intervened on together.",
+    ),
+    click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Draws of random ones."),
+    click.option("--live", is_flag=True, help="Also with the other controllers recomputed, and with values in flight."),
+    click.option(
+        "--permutations",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="An .npz or .safetensors file with `donors` [inputs], `positions` [inputs, tokens] and others.",
+    ),
+    click.option("--compile", "compiled", is_flag=True, help="Run the replayed graphs through torch.compile."),
 )
 
 
@@ -80,7 +105,17 @@ def frozen_of(options: dict[str, Any]) -> FrozenModel:
         return stages.freeze(subject, patterns=options["patterns"] or None, seed=options["seed"])
 
 
-def interventions_of(options: dict[str, Any]) -> tuple[Intervention, ...]:
-    if options["interventions"] is None:
-        return default_interventions(options["seed"])
-    return parse_interventions(options["interventions"], options["seed"])
+def replaying_of(options: dict[str, Any]) -> ReplayOptions:
+    """What the replay options ask for."""
+    listed, file, metric = options["interventions"], options["permutations"], options["metric"]
+    return ReplayOptions(
+        interventions=parse_interventions(listed) if listed is not None else None,
+        scopes=parse_scopes(options["scope"]),
+        seeds=options["seeds"],
+        live=options["live"],
+        permutations=read_permutations(file) if file is not None else {},
+        output=options["output"],
+        metric=load_metric(metric) if metric is not None else None,
+        margin=options["margin"],
+        compiled=options["compiled"],
+    )

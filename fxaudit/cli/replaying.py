@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from fxaudit import stages
-from fxaudit.audit import Clock
+from fxaudit.audit import Clock, ReplayOptions
 from fxaudit.audit import replay as replay_frozen
 from fxaudit.cli.console import progress, show, working
-from fxaudit.cli.options import data_options, frozen_of, interventions_of, json_option, model_options, replay_options
+from fxaudit.cli.options import data_options, frozen_of, json_option, model_options, replay_options, replaying_of
+from fxaudit.replay.permutations import write_permutations
 from fxaudit.replay.store import open_store
 from fxaudit.report import as_json, as_text, audit_json
 
@@ -54,13 +56,20 @@ def record(directory: Path, as_json_: bool, **options: Any) -> None:
 @click.option("--calibration", metavar="DATA", help="Other inputs, over which static profiles are averaged.")
 @replay_options
 @click.option("--store", type=click.Path(path_type=Path), metavar="DIR", help="A store to reuse, or to write.")
+@click.option(
+    "--write-permutations",
+    "written",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Where the permutations that were used go, too; --json holds them anyway.",
+)
 @json_option
-def replay(store: Path | None, as_json_: bool, calibration: str | None, **options: Any) -> None:
+def replay(store: Path | None, as_json_: bool, calibration: str | None, written: Path | None, **options: Any) -> None:
     """Replay the frozen MODEL with recorded and with intervened coefficients.
 
     Example: fxaudit replay torchvision:mobilenet_v3_small --random-init --data resampled:8
     """
-    wanted = interventions_of(options)
+    asked = replaying_of(options)
     frozen = frozen_of(options)
     data = stages.load_data(options["data"], frozen.traced).limited(options["limit"])
     calibrating = None
@@ -76,16 +85,20 @@ def replay(store: Path | None, as_json_: bool, calibration: str | None, **option
             calibrating,
             Path(scratch),
             # Identity is always replayed; alone it needs no scores.
-            wanted if any(intervention.name != "identity" for intervention in wanted) else (),
+            replace(asked, interventions=()) if _is_identity(asked) else asked,
             Clock(progress),
             store=store,
             batch_size=batch_size,
-            output=options["output"],
-            margin=options["margin"],
             seed=options["seed"],
         )
+    if written is not None and found.dependence is not None:
+        write_permutations(written, found.dependence.draws)
     show(
         as_json_,
         lambda: audit_json.replay(frozen, data, found.identity, found.dependence),
         lambda console: as_text.replay(found.identity, found.dependence, console),
     )
+
+
+def _is_identity(asked: ReplayOptions) -> bool:
+    return asked.interventions is not None and all(one.name == "identity" for one in asked.interventions)

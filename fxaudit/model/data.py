@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,19 +15,22 @@ from torch.fx import Node
 
 from fxaudit import ops
 from fxaudit.errors import DataError, nearest
+from fxaudit.model.frames import user_frame
 from fxaudit.model.functions import Purpose, call_function
 from fxaudit.model.inputs import resampled
 from fxaudit.model.trace import TracedModel
 from fxaudit.provenance import tensor_bytes, tensor_digest
 
 FORMS = (
-    "a .safetensors or .npz file with one array for each model input (and `targets`), a .txt file (bytes, cut into"
-    " windows), file.py:function returning a dict of arrays, `example`, or `resampled:N` (N inputs drawn from the"
-    " example's own elements)"
+    "a .safetensors or .npz file with one array for each model input (and `targets`), a .txt file (tokens or bytes, cut"
+    " into windows), a folder of images or of a saved Hugging Face data set, file.py:function returning a dict of"
+    " arrays or yielding one for each batch, `example`, or `resampled:N` (N inputs drawn from the example's own"
+    " elements)"
 )
-TARGETS = "targets"
-_PURPOSE = Purpose(DataError, "data set", "a dict of arrays by input name", FORMS)
+TARGETS, VALID = "targets", "valid"
+_PURPOSE = Purpose(DataError, "data set", "a dict of arrays by input name, or yields such dicts", FORMS)
 _DIGEST_ROWS = 64
+_MASK = "attention_mask"
 
 
 class Column(Protocol):
@@ -80,7 +83,8 @@ class DataSet:
     """Inputs for one traced model: `count` of them, by the names of its input leaves, and their content hash.
 
     `targets` are aligned with the outputs: a class for each input, or for each position the token that follows, -100
-    where none counts.
+    where none counts. `valid` is nonzero at positions that are no padding ([inputs, positions]); an input called
+    `attention_mask` says the same.
     """
 
     source: str
@@ -88,6 +92,23 @@ class DataSet:
     columns: Mapping[str, Column]
     digest: str
     targets: Column | None = None
+    valid: Column | None = None
+
+    def valid_positions(self) -> Tensor | None:
+        """Whether each position counts, [inputs, positions]; None when all do."""
+        column = self.valid or self.columns.get(_MASK)
+        if column is None or column.rows(0, 1).ndim != 2:
+            return None
+        starts = range(0, self.count, _DIGEST_ROWS)
+        valid = torch.cat([column.rows(s, min(s + _DIGEST_ROWS, self.count)) != 0 for s in starts])
+        if not bool(valid.any(1).all()):
+            raise DataError(
+                f"an input in {self.source} has no valid position",
+                expected="at least one position that is no padding in each input",
+                found=f"input {int((~valid.any(1)).nonzero()[0])}",
+                remedy="leave the input out",
+            )
+        return None if bool(valid.all()) else valid
 
     def targets_of(self, start: int, stop: int) -> Tensor | None:
         """The targets of inputs `start` to `stop`, or None when the data has none."""
@@ -102,9 +123,10 @@ class DataSet:
                 "a limit must leave some inputs", expected="at least 1", found=str(count), remedy="raise it"
             )
         columns = {name: _Head(column, count) for name, column in self.columns.items()}
-        targets = None if self.targets is None else _Head(self.targets, count)
-        every = {**columns, **({TARGETS: targets} if targets is not None else {})}
-        return DataSet(self.source, count, columns, _digest(every), targets)
+        beside = {TARGETS: self.targets, VALID: self.valid}
+        extras = {name: _Head(column, count) for name, column in beside.items() if column is not None}
+        digest = _digest({**columns, **extras})
+        return DataSet(self.source, count, columns, digest, extras.get(TARGETS), extras.get(VALID))
 
     def row_digests(self) -> list[str]:
         """SHA-256 of each input's own values, by which overlapping data sets are recognised."""
@@ -155,15 +177,7 @@ def load_data(place: str | Path | Mapping[str, Any], traced: TracedModel) -> Dat
         return _checked(text, _from_example(text, traced), traced)
     path = Path(text)
     if re.search(r"\.py:[\w.]+$", text):
-        made = call_function(text, _PURPOSE)
-        if not isinstance(made, Mapping):
-            raise DataError(
-                f"{text} did not return data",
-                expected="a dict of arrays by input name",
-                found=type(made).__name__,
-                remedy="return {'input name': tensor}",
-            )
-        return _checked(text, _loaded(text, made), traced)
+        return _checked(text, _from_function(text), traced)
     if not path.exists():
         raise DataError(
             f"{path} does not exist",
@@ -182,6 +196,44 @@ def load_data(place: str | Path | Mapping[str, Any], traced: TracedModel) -> Dat
             remedy="save it with safetensors.torch.save_file",
         )
     return _checked(text, readers[path.suffix](path), traced)
+
+
+def _from_function(place: str) -> dict[str, Column]:
+    """Columns of what a user's function returns; batches that it yields are joined in memory."""
+    made = call_function(place, _PURPOSE)
+    if isinstance(made, Mapping):
+        return _loaded(place, made)
+    batches: list[dict[str, Column]] = []
+    if isinstance(made, Iterable) and not isinstance(made, str | bytes | Tensor):
+        try:
+            given = list(made)
+        except Exception as error:
+            raise DataError(
+                f"{place} failed while it yielded batches",
+                where=user_frame(error) or place,
+                expected=_PURPOSE.function,
+                found=f"{type(error).__name__}: {error}",
+                remedy="run the function in Python by itself; it must yield without an error",
+            ) from error
+        if given and all(isinstance(batch, Mapping) and set(batch) == set(given[0]) for batch in given):
+            batches = [_loaded(place, batch) for batch in given]
+    if not batches:
+        raise DataError(
+            f"{place} did not return data",
+            expected="a dict of arrays by input name, or such dicts of one set of names, one for each batch",
+            found=type(made).__name__,
+            remedy="return or yield {'input name': tensor}",
+        )
+    try:
+        whole = {name: torch.cat([b[name].rows(0, len(b[name])) for b in batches]) for name in batches[0]}
+    except (RuntimeError, TypeError) as error:
+        raise DataError(
+            f"the batches of {place} do not go together",
+            expected="arrays that agree in everything but their number of inputs",
+            found=str(error),
+            remedy="yield batches of one shape",
+        ) from error
+    return _loaded(place, whole)
 
 
 def _loaded(source: str, arrays: Mapping[Any, Any]) -> dict[str, Column]:
@@ -391,7 +443,7 @@ def batched_inputs(traced: TracedModel) -> list[str]:
 
 def _checked(source: str, columns: dict[str, Column], traced: TracedModel) -> DataSet:
     wanted = batched_inputs(traced)
-    given = [name for name in columns if name != TARGETS]
+    given = [name for name in columns if name not in (TARGETS, VALID)]
     missing = [name for name in wanted if name not in columns]
     unknown = [name for name in given if name not in wanted]
     if missing or unknown:
@@ -416,7 +468,7 @@ def _checked(source: str, columns: dict[str, Column], traced: TracedModel) -> Da
             _check_column(source, name, columns[name].rows(0, 1), node)
     count = next(iter(counts.values()))
     inputs = {name: columns[name] for name in wanted}
-    return DataSet(source, count, inputs, _digest(columns), columns.get(TARGETS))
+    return DataSet(source, count, inputs, _digest(columns), columns.get(TARGETS), columns.get(VALID))
 
 
 def _axes(shape: Sequence[Any]) -> str:

@@ -24,7 +24,7 @@ class Purpose:
     """What a function is called for, in the words of the errors that it ends in.
 
     `what` the place names, what the function `returns`, every one of the `forms` that a place can have, and the words
-    before a colon (`schemes`) that a misspelt package name may have meant.
+    before a colon (`schemes`) that a misspelt package name may have meant; what the function `takes`.
     """
 
     error: type[AuditError]
@@ -32,30 +32,46 @@ class Purpose:
     returns: str
     forms: str
     schemes: tuple[str, ...] = ()
+    takes: str = "no argument"
 
     @property
     def function(self) -> str:
-        return f"a function that takes no argument and returns {self.returns}"
+        return f"a function that takes {self.takes} and returns {self.returns}"
 
 
-def call_function(place: str, purpose: Purpose) -> Any:
-    """What the function returns that `place` names: ``path/to/file.py:function`` or ``package.module:function``.
+def find_function(place: str, purpose: Purpose) -> Callable[..., Any]:
+    """The function that `place` names: ``path/to/file.py:function`` or ``package.module:function``.
 
-    While it is imported and called, the folder of its file (for a package: the working directory) is first on the
-    import path, as it is when Python runs a script.
+    While it is imported, the folder of its file (for a package: the working directory) is first on the import path, as
+    it is when Python runs a script.
 
     Raises:
         purpose.error: no such file, package or function; or the user's code failed, at which of its lines.
     """
     module_place, _, name = place.rpartition(":")
     is_file = module_place.endswith(".py")
-    with _first_on_path(Path(module_place).resolve().parent if is_file else Path.cwd()):
+    with _first_on_path(_folder(place)):
         module = _file(Path(module_place), purpose) if is_file else _package(module_place, place, purpose)
-        function = _member(module, name, module_place, purpose)
+        return _member(module, name, module_place, purpose)
+
+
+def call_function(place: str, purpose: Purpose) -> Any:
+    """What the function returns that `place` names; see `find_function`.
+
+    Raises:
+        purpose.error: no such file, package or function; or the user's code failed, at which of its lines.
+    """
+    function = find_function(place, purpose)
+    with _first_on_path(_folder(place)):
         try:
             return function()
         except (Exception, SystemExit) as error:
             raise _failed(f"{place} raised {type(error).__name__}", place, purpose, error) from error
+
+
+def _folder(place: str) -> Path:
+    module_place = place.rpartition(":")[0]
+    return Path(module_place).resolve().parent if module_place.endswith(".py") else Path.cwd()
 
 
 @contextmanager
@@ -116,7 +132,7 @@ def _package(package: str, place: str, purpose: Purpose) -> ModuleType:
         raise _failed(f"importing {package} failed", package, purpose, error) from error
 
 
-def _member(module: ModuleType, name: str, place: str, purpose: Purpose) -> Callable[[], Any]:
+def _member(module: ModuleType, name: str, place: str, purpose: Purpose) -> Callable[..., Any]:
     found: Any = module
     for part in name.split("."):
         try:

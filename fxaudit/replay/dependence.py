@@ -1,135 +1,57 @@
 """Dependence: does the function need these coefficients on this input and token?
 
 The frozen model is replayed with intervened coefficients, in the recorded batches; no controller is recomputed on a
-perturbed hidden state. Effects are paired by input: the replayed metric minus that of identity replay.
+perturbed hidden state, unless asked for as feedback. Effects are paired by input: the replayed metric minus that of
+identity replay.
 """
 
 from __future__ import annotations
 
+import statistics as plain_statistics
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxaudit.controllers.controller import Coefficient, Controller
+from fxaudit.controllers.controller import Controller
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.model.compare import same_bits
 from fxaudit.model.data import DataSet
 from fxaudit.model.settings import exact_numerics
-from fxaudit.replay import intervene
-from fxaudit.replay.intervene import Intervention, Permutations
-from fxaudit.replay.metrics import Score, choose_output, metric_name, output_form, score
+from fxaudit.replay import intervene, profiles
+from fxaudit.replay.choices import Chooser, chooser
+from fxaudit.replay.flight import fly
+from fxaudit.replay.intervene import Intervention
+from fxaudit.replay.metrics import Metric, Score, choose_output, output_form
+from fxaudit.replay.permutations import Permutations, draw, with_given
+from fxaudit.replay.plan import SCOPES, Row, plan_rows
+from fxaudit.replay.results import ASSIGNMENTS, Baseline, Dependence, ReplayResult, SeedResult
 from fxaudit.replay.run import Progress
-from fxaudit.replay.statistics import holm, paired_effect
-from fxaudit.replay.store import Batch, CoefficientStore, from_samples
-
-SIGNIFICANCE = 0.05
-# The interventions that give coefficients to other inputs or positions than they were computed for.
-ASSIGNMENTS = ("reassign", "shuffle-tokens", "static")
+from fxaudit.replay.segments import Chain, Explorer, frozen_chain, live_chain
+from fxaudit.replay.statistics import holm, needed_inputs, paired_effect
+from fxaudit.replay.store import CoefficientStore
+from fxaudit.replay.values import Player, Sources, Treatment
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """One intervention in one scope: the metric of each input, and the effect against identity replay.
+class Calibration:
+    """A recording that static profiles are averaged over, and its valid positions ([inputs, positions]), if masked."""
 
-    `scope` is ``joint`` or ``controller``; `controllers` are those intervened on, the others keep their records.
-    `changed` says whether any bit of the output moved. `refused` is the reason why nothing was run.
-    """
-
-    intervention: str
-    level: str | None
-    scope: str
-    controllers: tuple[str, ...]
-    discrete: str | None
-    seed: int | None
-    metric: str
-    per_input: tuple[float, ...] = ()
-    delta: float | None = None
-    interval: tuple[float, float] | None = None
-    p: float | None = None
-    adjusted_p: float | None = None
-    accuracy: float | None = None
-    changed: bool | None = None
-    refused: str | None = None
-
-    @property
-    def label(self) -> str:
-        return f"{self.intervention}:{self.level}" if self.level else self.intervention
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """Identity replay: the output that was scored and what it holds, the metric of each input, its mean over inputs,
-    its mean weighted by valid targets, and the accuracy where there are targets."""
-
-    metric: str
-    output: str
-    form: str
-    per_input: tuple[float, ...]
-    mean: float
-    token_weighted: float
-    accuracy: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Dependence:
-    """The dependence claim, with everything needed to compute it again.
-
-    `inert` are controllers whose coefficients were exchanged without any bit of the output moving: what they multiply
-    is zero, so nothing can be said about dependence on them.
-    """
-
-    baseline: Baseline
-    results: tuple[ReplayResult, ...]
-    permutations: Permutations
-    profiles: Mapping[str, Mapping[str, Tensor]]
-    margin: float | None
-    inert: tuple[str, ...]
-
-    @property
-    def verdict(self) -> str:
-        """EQUIVALENT when every reassignment, shuffle and static profile of all controllers stays within the margin,
-        DEPENDENT when one of them has an effect, INERT when none moves a bit, otherwise INCONCLUSIVE.
-
-        `neutral` does not count: it removes the controllers, and says nothing about which input a coefficient is for.
-        """
-        outcomes = {
-            self.outcome(r)
-            for r in self.results
-            if r.scope == "joint" and r.refused is None and r.intervention in ASSIGNMENTS
-        }
-        if outcomes == {"INERT"}:
-            return "INERT"
-        # What moves no bit is within any margin.
-        if outcomes and outcomes <= {"INERT", "EQUIVALENT"}:
-            return "EQUIVALENT"
-        return "DEPENDENT" if "DEPENDENT" in outcomes else "INCONCLUSIVE"
-
-    def outcome(self, result: ReplayResult) -> str:
-        """What one result says by itself: INERT, EQUIVALENT (with a margin), DEPENDENT, INCONCLUSIVE, or REFUSED."""
-        if result.refused is not None:
-            return "REFUSED"
-        if not result.changed:
-            return "INERT"
-        low, high = result.interval or (float("-inf"), float("inf"))
-        if self.margin is not None and -self.margin < low and high < self.margin:
-            return "EQUIVALENT"
-        if self.baseline.metric == "kl":
-            # A divergence is never negative, and positive as soon as a bit moves: only a margin tells it from rounding.
-            return "DEPENDENT" if self.margin is not None and low > self.margin else "INCONCLUSIVE"
-        significant = result.adjusted_p is not None and result.adjusted_p < SIGNIFICANCE
-        return "DEPENDENT" if significant and (low > 0 or high < 0) else "INCONCLUSIVE"
+    store: CoefficientStore
+    valid: Tensor | None = None
 
 
 @dataclass(slots=True)
-class _Row:
-    """A result while its batches come in."""
+class _Run:
+    """A row with the draws of one seed, while its batches come in; the baseline is a run without a row."""
 
-    result: ReplayResult
-    chosen: frozenset[str]
-    intervention: Intervention
+    row: Row | None
+    seed: int
+    signature: tuple[Treatment | None, ...]
     scores: list[Score] = field(default_factory=list)
     changed: bool = False
 
@@ -138,218 +60,272 @@ def measure_dependence(
     frozen: FrozenModel,
     data: DataSet,
     recording: CoefficientStore,
-    calibration: CoefficientStore | None,
+    calibration: Calibration | CoefficientStore | None,
     interventions: Sequence[Intervention],
     *,
-    seed: int = 0,
+    seeds: Sequence[int] = (0,),
     output: str | None = None,
     margin: float | None = None,
-    scopes: Sequence[str] = ("joint", "controller"),
+    scopes: Sequence[str] = SCOPES,
+    live: bool = False,
+    given: Mapping[int | None, Mapping[str, Tensor]] | None = None,
+    metric: Metric | None = None,
+    compiled: bool = False,
     progress: Progress | None = None,
 ) -> Dependence:
-    """Replay every intervention on all controllers jointly and on each alone.
+    """Replay every intervention in every scope.
 
     Args:
-        calibration: the store that static profiles are averaged over; static interventions are refused without one.
+        calibration: what static profiles are averaged over; static interventions are refused without one.
+        seeds: one draw of every random intervention for each; effects are means over them.
         margin: effects within it count as none, in units of the metric.
+        live: also with the other controllers recomputed, and with values made in flight.
+        given: permutations by seed, as `read_permutations` returns them; None stands for the first seed.
+        metric: by default what the targets call for.
+        compiled: run the graphs through torch.compile; then numbers are not those of the eager model to the last bit.
 
     Raises:
-        DataError: targets that do not fit the output.
+        DataError: targets or permutations that do not fit.
+        SelfCheckError: an intervention that makes what the router could not choose.
     """
-    first_targets = data.targets_of(0, 1)
-    metric = metric_name(first_targets)
-    rows = _plan(frozen, interventions, scopes, metric, data.count, calibration)
-    profiles = _profiles(frozen, rows, calibration)
-    counts = [c for c in map(intervene.position_count, frozen.coefficients) if c is not None]
-    permutations = intervene.draw_permutations(seed, data.count, counts)
-    baseline_scores: list[Score] = []
-    chosen_output, form = -1, "logits"
-    with exact_numerics():
+    calibrating = Calibration(calibration) if isinstance(calibration, CoefficientStore) else calibration
+    metric = metric or Metric.of(data.targets_of(0, 1))
+    valid = data.valid_positions()
+    given = given or {}
+    # Given permutations bring their own draws: those of further seeds would be of another kind.
+    further = [s for s in given if s is not None] if given else seeds[1:]
+    seeds = tuple(dict.fromkeys([seeds[0], *further]))
+    draws: dict[int, Permutations] = {}
+    for turn, seed in enumerate(seeds):
+        drawn = draw(seed, data.count, frozen.controllers, interventions, valid)
+        arrays = {**(given.get(None, {}) if turn == 0 else {}), **given.get(seed, {})}
+        draws[seed] = with_given(drawn, arrays, frozen.controllers, valid)
+    alone = draws[seeds[0]].alone
+    movable = data.count - (int(alone.sum()) if alone is not None and data.count > 1 else 0)
+    choosers = {k.id: chooser(frozen.traced, k) for k in frozen.controllers if intervene.is_discrete(k)}
+
+    def refusal(intervention: Intervention, controller: Controller) -> str | None:
+        reason = intervene.refusal(intervention, controller, movable, frozen.controllers)
+        if intervention.name == "static" and calibrating is None:
+            return "a static profile needs calibration data"
+        if reason is None and intervention.name == "static" and isinstance(choosers.get(controller.id), str):
+            return str(choosers[controller.id])
+        return reason
+
+    rows = plan_rows(frozen.controllers, interventions, scopes, refusal, metric=metric.name, seed=seeds[0], live=live)
+    wanted = [row for row in rows if row.result.refused is None]
+    measured, absent = _profiles(frozen, wanted, calibrating)
+    sources = Sources(
+        recording,
+        draws,
+        measured,
+        {key: found for key, found in choosers.items() if isinstance(found, Chooser)},
+        *_pool(frozen, recording, draws, wanted),
+        flights={},
+    )
+    with exact_numerics(), tempfile.TemporaryDirectory() as scratch:
+        replays = _Replays(frozen, data, sources, metric, valid, output, compiled)
+        runs = replays.runs_of(wanted, seeds, Path(scratch))
         for done, batch in enumerate(recording.batches):
-            leaves, real = data.leaves(frozen.traced, batch.start, batch.size)
-            targets = data.targets_of(batch.start, batch.start + real)
-            player = _Player(frozen, recording, batch, permutations, profiles)
-            live = frozen.run_frozen(leaves, player.values(Intervention("identity"), frozenset()))
-            if chosen_output < 0:
-                chosen_output = choose_output(live, frozen.traced.output_names, output)
-                form = output_form(frozen.traced.output_leaves()[chosen_output])
-            logits = live[chosen_output][:real]
-            baseline_scores.append(score(logits, targets, logits, form))
-            for row in rows:
-                if row.result.refused is None:
-                    replayed = frozen.run_frozen(leaves, player.values(row.intervention, row.chosen))
-                    row.changed |= any(_differ(a, b) for a, b in zip(live, replayed, strict=True))
-                    row.scores.append(score(replayed[chosen_output][:real], targets, logits, form))
+            replays.run(batch, runs)
             if progress is not None:
                 progress(done + 1, len(recording.batches))
-    baseline = _baseline(metric, frozen.traced.output_names[chosen_output], form, baseline_scores)
-    results = _adjusted([_finish(row, baseline, seed) for row in rows])
+    baseline = replays.finish_baseline()
+    by_row = {id(row): [run for run in runs if run.row is row] for row in wanted}
+    results = [
+        _finish(row, by_row[id(row)], replays.baseline.scores, draws, absent, seeds[0], margin)
+        if row.result.refused is None
+        else row.result
+        for row in rows
+    ]
     inert = tuple(
         r.controllers[0]
         for r in results
-        if r.scope == "controller" and r.intervention == "reassign" and r.changed is False
+        if r.scope == "controller" and r.feedback == "frozen" and r.label == "reassign" and r.changed is False
     )
-    return Dependence(baseline, tuple(results), permutations, profiles, margin, inert)
+    return Dependence(baseline, tuple(_adjusted(results)), draws[seeds[0]], measured, margin, inert, draws)
+
+
+class _Replays:
+    """Everything that is run on one batch after the other."""
+
+    def __init__(
+        self,
+        frozen: FrozenModel,
+        data: DataSet,
+        sources: Sources,
+        metric: Metric,
+        valid: Tensor | None,
+        output: str | None,
+        compiled: bool,
+    ) -> None:
+        self.frozen, self.data, self.sources, self.metric, self.valid = frozen, data, sources, metric, valid
+        self.asked, self.compiled = output, compiled
+        self.chain = frozen_chain(frozen, compiled=compiled)
+        self.live: Chain | None = None
+        self.baseline = _Run(None, 0, (None,) * len(self.chain.order))
+        self.output, self.form = -1, "logits"
+        self._identity: tuple[Any, ...] = ()
+
+    def runs_of(self, rows: Sequence[Row], seeds: Sequence[int], scratch: Path) -> list[_Run]:
+        """One run for each row and seed; what is needed of runs in flight is recorded first."""
+        if any(row.result.feedback != "frozen" for row in rows):
+            self.live = live_chain(self.frozen, compiled=self.compiled)
+        runs = []
+        for row in rows:
+            chain = self.chain if row.result.feedback == "frozen" or self.live is None else self.live
+            keys = [self.frozen.coefficients[i].key for i in chain.order]
+            for seed in seeds if row.intervention.is_random else seeds[:1]:
+                treatment = row.treatment(seed)
+                runs.append(_Run(row, seed, tuple(treatment if key in row.keys else None for key in keys)))
+                if treatment is not None and treatment.flight and treatment.intervention.name == "reassign":
+                    assert self.live is not None
+                    fly(self.frozen, self.live, self.data, self.sources, treatment, runs[-1], scratch)
+        return runs
+
+    def run(self, batch: Any, runs: Sequence[_Run]) -> None:
+        """Run one batch of the baseline and of every run, and score it."""
+        leaves, real = self.data.leaves(self.frozen.traced, batch.start, batch.size)
+        player = Player(self.frozen, self.sources, batch, leaves)
+        targets = self.data.targets_of(batch.start, batch.start + real)
+        valid = self.valid[batch.start : batch.start + real] if self.valid is not None else None
+
+        def finish(done: Sequence[_Run], found: tuple[Any, ...]) -> None:
+            if done[0] is self.baseline:
+                self._identity = found
+                if self.output < 0:
+                    self.output = choose_output(found, self.frozen.traced.output_names, self.asked)
+                    self.form = output_form(self.frozen.traced.output_leaves()[self.output])
+            changed = any(_differ(a, b) for a, b in zip(self._identity, found, strict=True))
+            live = self._identity[self.output][:real]
+            scored = self.metric.score(found[self.output][:real], targets, live, self.form, valid)
+            for run in done:
+                run.scores.append(scored)
+                run.changed |= changed
+
+        frozen_runs = [run for run in runs if run.row is not None and run.row.result.feedback == "frozen"]
+        Explorer(self.chain, lambda i, mark, _: player.value(i, mark), finish).run(
+            leaves, [self.baseline, *frozen_runs]
+        )
+        live_runs = [run for run in runs if run.row is not None and run.row.result.feedback != "frozen"]
+        if self.live is not None and live_runs:
+            Explorer(self.live, player.live_value, finish).run(leaves, live_runs)
+
+    def finish_baseline(self) -> Baseline:
+        scores = self.baseline.scores
+        values, weights = torch.cat([s.values for s in scores]), torch.cat([s.weight for s in scores])
+        return Baseline(
+            self.metric.name,
+            self.frozen.traced.output_names[self.output],
+            self.form,
+            tuple(values.tolist()),
+            float(values.mean()),
+            float((values * weights).sum() / weights.sum()),
+            _accuracy(scores, None),
+        )
 
 
 def _differ(a: Any, b: Any) -> bool:
     return isinstance(a, Tensor) and isinstance(b, Tensor) and not same_bits(a, b)
 
 
-def _plan(
-    frozen: FrozenModel,
-    interventions: Sequence[Intervention],
-    scopes: Sequence[str],
-    metric: str,
-    inputs: int,
-    calibration: CoefficientStore | None,
-) -> list[_Row]:
-    """One row for each intervention and scope, refused ones with their reason."""
-    rows = []
-    for intervention in interventions:
-        reasons = {k.id: intervene.refusal(intervention, k, inputs) for k in frozen.controllers}
-        if intervention.name == "static" and calibration is None:
-            reasons = dict.fromkeys(reasons, "a static profile needs calibration data")
-        legal = [k for k in frozen.controllers if reasons[k.id] is None]
-        if "joint" in scopes:
-            refused = None if legal else next(iter(reasons.values()))
-            rows.append(_row(intervention, "joint", legal or frozen.controllers, metric, refused))
-        if "controller" in scopes:
-            rows += [_row(intervention, "controller", [k], metric, reasons[k.id]) for k in frozen.controllers]
-    return rows
-
-
-def _row(
-    intervention: Intervention, scope: str, controllers: Sequence[Controller], metric: str, refused: str | None
-) -> _Row:
-    discrete = any(c.domain.kind == "index" for k in controllers for c in k.coefficients)
-    result = ReplayResult(
-        intervention=intervention.name,
-        level=intervention.level,
-        scope=scope,
-        controllers=tuple(k.id for k in controllers),
-        discrete="pair" if discrete else None,
-        seed=intervention.seed,
-        metric=metric,
-        refused=refused,
-    )
-    return _Row(result, frozenset(c.key for k in controllers for c in k.coefficients), intervention)
-
-
 def _profiles(
-    frozen: FrozenModel, rows: Sequence[_Row], calibration: CoefficientStore | None
-) -> dict[str, dict[str, Tensor]]:
-    """Static profiles by level, for the coefficients that some row needs."""
-    profiles: dict[str, dict[str, Tensor]] = {}
+    frozen: FrozenModel, rows: Sequence[Row], calibration: Calibration | None
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
+    """Static profiles by level, for the coefficients and scores that some row needs, and absent positions by level."""
+    found: dict[str, dict[str, Tensor]] = {}
+    absent: dict[str, int] = {}
+    needed: dict[str, dict[str, Any]] = {}
     for row in rows:
-        if row.intervention.name == "static" and row.result.refused is None and calibration is not None:
-            level = row.intervention.level or ""
-            if level not in profiles:
-                keys = {
-                    k for r in rows if r.intervention == row.intervention and not r.result.refused for k in r.chosen
-                }
-                wanted = [c for c in frozen.coefficients if c.key in keys]
-                profiles[level] = intervene.static_profiles(calibration, wanted, level)
-    return profiles
+        if row.intervention.name == "static":
+            for controller in row.controllers:
+                scores = intervene.scores_of(controller) if intervene.is_discrete(controller) else None
+                for coefficient in (scores,) if scores is not None else controller.coefficients:
+                    needed.setdefault(row.intervention.level or "", {})[coefficient.key] = coefficient
+    for level, coefficients in needed.items():
+        assert calibration is not None  # refused otherwise
+        measured = profiles.measure_profiles(calibration.store, list(coefficients.values()), level, calibration.valid)
+        found[level] = {key: profile.value for key, profile in measured.items()}
+        absent[level] = max(profile.absent for profile in measured.values())
+    return found, absent
 
 
-class _Player:
-    """The coefficients of one batch under any intervention; what several rows need is made once."""
-
-    def __init__(
-        self,
-        frozen: FrozenModel,
-        recording: CoefficientStore,
-        batch: Batch,
-        permutations: Permutations,
-        profiles: Mapping[str, Mapping[str, Tensor]],
-    ) -> None:
-        self.frozen, self.recording, self.batch = frozen, recording, batch
-        self.permutations, self.profiles = permutations, profiles
-        self.records, self.strides = recording.read(batch)
-        # The inputs of the batch; those past the real ones repeat them.
-        self.inputs = [batch.start + i % batch.real for i in range(batch.size)]
-        self._made: dict[tuple[Intervention, str], Tensor] = {}
-        self._donors: dict[str, Tensor] | None = None
-
-    def values(self, intervention: Intervention, chosen: frozenset[str]) -> list[Tensor]:
-        """One value for each bound coefficient: intervened where its key is chosen, recorded elsewhere."""
-        identity = Intervention("identity")
-        return [self._value(intervention if c.key in chosen else identity, c) for c in self.frozen.coefficients]
-
-    def _value(self, intervention: Intervention, coefficient: Coefficient) -> Tensor:
-        place = (intervention, coefficient.key)
-        if place not in self._made:
-            rows = self._rows(intervention, coefficient)
-            self._made[place] = from_samples(rows, coefficient, self.strides[coefficient.key])
-        return self._made[place]
-
-    def _rows(self, intervention: Intervention, coefficient: Coefficient) -> Tensor:
-        own = self.records[coefficient.key]
-        match intervention.name:
-            case "reassign":
-                if self._donors is None:
-                    keys = [c.key for c in self.frozen.coefficients]
-                    self._donors = self.recording.rows(keys, self.permutations.donors[self.inputs].tolist())
-                return self._donors[coefficient.key]
-            case "shuffle-tokens":
-                count = intervene.position_count(coefficient)
-                assert count is not None  # refused otherwise
-                return intervene.permuted_positions(own, coefficient, self.permutations.positions[count][self.inputs])
-            case "static":
-                return self.profiles[intervention.level or ""][coefficient.key].expand_as(own)
-            case "neutral":
-                controller = next(k for k in self.frozen.controllers if coefficient in k.coefficients)
-                return torch.full_like(own, float(controller.intervene.neutral or 0.0))
-        return own
+def _pool(
+    frozen: FrozenModel, recording: CoefficientStore, draws: Mapping[int, Permutations], rows: Sequence[Row]
+) -> tuple[dict[str, Tensor], list[int]]:
+    """The recorded rows that resampling draws from, by key, and their inputs."""
+    keys = sorted({key for row in rows if row.intervention.name == "resample" for key in row.keys})
+    inputs = sorted({i for permutations in draws.values() for i in permutations.pool})
+    return (recording.rows(keys, inputs), inputs) if keys else ({}, [])
 
 
-def _baseline(metric: str, output: str, form: str, scores: Sequence[Score]) -> Baseline:
-    values, weights = torch.cat([s.values for s in scores]), torch.cat([s.weight for s in scores])
-    return Baseline(
-        metric,
-        output,
-        form,
-        tuple(values.tolist()),
-        float(values.mean()),
-        float((values * weights).sum() / weights.sum()),
-        _accuracy(scores),
-    )
-
-
-def _accuracy(scores: Sequence[Score]) -> float | None:
+def _accuracy(scores: Sequence[Score], kept: Tensor | None) -> float | None:
     found = [s.accuracy for s in scores if s.accuracy is not None]
-    return float(torch.cat(found).mean()) if found else None
+    if not found:
+        return None
+    values = torch.cat(found)
+    return float((values if kept is None else values[kept]).mean())
 
 
-def _finish(row: _Row, baseline: Baseline, seed: int) -> ReplayResult:
-    if row.result.refused is not None:
-        return row.result
-    values = torch.cat([s.values for s in row.scores])
-    differences = values - torch.tensor(baseline.per_input, dtype=torch.float64)
+def _finish(
+    row: Row,
+    runs: Sequence[_Run],
+    baseline: Sequence[Score],
+    draws: Mapping[int, Permutations],
+    absent: Mapping[str, int],
+    seed: int,
+    margin: float | None,
+) -> ReplayResult:
+    own = torch.cat([s.values for s in baseline])
+    weights = torch.cat([s.weight for s in baseline])
+    kept = torch.ones(len(own), dtype=torch.bool)
+    alone = draws[seed].alone
+    if row.intervention.name == "reassign" and alone is not None:
+        kept = ~alone
+    by_seed = torch.stack([torch.cat([s.values for s in run.scores]) for run in runs])
+    values = by_seed.mean(0)
+    differences = (values - own)[kept]
     effect = paired_effect(differences.tolist(), seed)
+    deltas = [float((v - own)[kept].mean()) for v in by_seed]
+    accuracies = [a for run in runs if (a := _accuracy(run.scores, kept)) is not None]
+
+    def listed(found: Tensor) -> tuple[float | None, ...]:
+        return tuple(v if k else None for v, k in zip(found.tolist(), kept.tolist(), strict=True))
+
+    level = row.intervention.level
     return replace(
         row.result,
-        per_input=tuple(values.tolist()),
+        per_input=listed(values),
+        left_out=int((~kept).sum()),
+        baseline=float(own[kept].mean()),
         delta=effect.mean,
+        token_weighted=float((differences * weights[kept]).sum() / weights[kept].sum()),
         interval=effect.interval,
         p=effect.p,
-        accuracy=_accuracy(row.scores),
-        changed=row.changed,
+        accuracy=plain_statistics.fmean(accuracies) if accuracies else None,
+        changed=any(run.changed for run in runs),
+        seeds=tuple(
+            SeedResult(run.seed, delta, listed(found)) for run, delta, found in zip(runs, deltas, by_seed, strict=True)
+        )
+        if row.intervention.is_random
+        else (),
+        spread=plain_statistics.stdev(deltas) if len(deltas) > 1 else None,
+        needed=needed_inputs(differences.tolist(), margin),
+        absent_positions=absent.get(level) if level is not None else None,
     )
 
 
 def _adjusted(results: list[ReplayResult]) -> list[ReplayResult]:
     """Results with p-values corrected within each family of tests (Holm).
 
-    One family for each intervention holds its controllers; one more holds all joint exchanges, since the verdict is
-    DEPENDENT as soon as one of them has an effect.
+    One family for each intervention, scope and feedback holds its controllers; one more holds all joint exchanges,
+    since the verdict is DEPENDENT as soon as one of them has an effect.
     """
-    families: dict[str, list[int]] = {}
+    families: dict[tuple[str, ...], list[int]] = {}
     for i, result in enumerate(results):
         if result.p is not None:
-            joint = "joint" if result.intervention in ASSIGNMENTS else f"joint {result.label}"
-            families.setdefault(joint if result.scope == "joint" else result.label, []).append(i)
+            exchanges = result.scope == "joint" and result.intervention in ASSIGNMENTS
+            families.setdefault((result.scope, result.feedback, "" if exchanges else result.label), []).append(i)
     adjusted = list(results)
     for family in families.values():
         for i, p in zip(family, holm([results[i].p or 0.0 for i in family]), strict=True):

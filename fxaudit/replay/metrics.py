@@ -3,13 +3,15 @@
     nll             targets [inputs, positions]: mean over valid positions of -log p(target), in nats
     cross-entropy   targets [inputs]: -log p(class), in nats, with accuracy beside it
     kl              no targets: mean over positions of KL(live || replayed), in nats
+    file.py:NAME    what the user's function returns for (outputs, targets, live outputs)
 
-Outputs may be logits, probabilities or log-probabilities: the op that made them tells which.
+Positions that the data calls invalid count nowhere. Outputs may be logits, probabilities or log-probabilities: the op
+that made them tells which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +21,17 @@ from torch.fx import Node
 
 from fxaudit import ops
 from fxaudit.errors import DataError, nearest
+from fxaudit.model.frames import user_frame
+from fxaudit.model.functions import Purpose, find_function
 
 IGNORED = -100
+_PURPOSE = Purpose(
+    DataError,
+    "metric",
+    "one number for each input",
+    "path/to/file.py:function or package.module:function",
+    takes="(outputs, targets, live outputs)",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,58 @@ def log_probabilities(values: Tensor, form: str) -> Tensor:
     return torch.log_softmax(values.double(), -1)
 
 
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """How outputs are scored: by name, or by a user's function of (outputs, targets, live outputs) that returns one
+    number for each input."""
+
+    name: str
+    function: Callable[[Tensor, Tensor | None, Tensor], Any] | None = None
+
+    @staticmethod
+    def of(targets: Tensor | None) -> Metric:
+        """The metric that the targets of a data set call for."""
+        return Metric(metric_name(targets))
+
+    def score(
+        self, output: Tensor, targets: Tensor | None, live: Tensor, form: str = "logits", valid: Tensor | None = None
+    ) -> Score:
+        """Score an output of a batch; see `score`.
+
+        Raises:
+            DataError: what does not go together, or a user's function that fails.
+        """
+        if self.function is None:
+            return score(output, targets, live, form, valid)
+        try:
+            found = torch.as_tensor(self.function(output, targets, live)).detach().double()
+        except Exception as error:
+            raise DataError(
+                f"the metric {self.name} failed",
+                where=user_frame(error) or self.name,
+                expected="a function of (outputs, targets, live outputs)",
+                found=f"{type(error).__name__}: {error}",
+                remedy="run it in Python by itself on one batch",
+            ) from error
+        if tuple(found.shape) != tuple(output.shape[:1]):
+            raise DataError(
+                f"the metric {self.name} did not return one number for each input",
+                expected=f"[{output.shape[0]}]",
+                found=f"{list(found.shape)}",
+                remedy="average over everything but the first axis",
+            )
+        return Score(found, None, torch.ones_like(found))
+
+
+def load_metric(place: str) -> Metric:
+    """The metric that ``path/to/file.py:function`` names.
+
+    Raises:
+        DataError: no such file or function, or the user's file failed.
+    """
+    return Metric(place, find_function(place, _PURPOSE))
+
+
 def metric_name(targets: Tensor | None) -> str:
     """The metric that the targets of a data set call for."""
     if targets is None:
@@ -98,10 +161,17 @@ def metric_name(targets: Tensor | None) -> str:
     return "cross-entropy" if targets.ndim == 1 else "nll"
 
 
-def score(logits: Tensor, targets: Tensor | None, live: Tensor | None = None, form: str = "logits") -> Score:
+def score(
+    logits: Tensor,
+    targets: Tensor | None,
+    live: Tensor | None = None,
+    form: str = "logits",
+    valid: Tensor | None = None,
+) -> Score:
     """Score `logits` ([inputs, classes] or [inputs, positions, classes]) against targets, or against the live logits.
 
-    Both are of the given form; see `output_form`.
+    Both are of the given form; see `output_form`. Of outputs with as many positions as `valid` ([inputs, positions])
+    only valid ones count.
 
     Raises:
         DataError: shapes that do not go together, targets out of range, or an input without a valid target.
@@ -109,7 +179,7 @@ def score(logits: Tensor, targets: Tensor | None, live: Tensor | None = None, fo
     if targets is None:
         if live is None:
             raise DataError("there is nothing to compare with", expected="targets or live outputs", found="neither")
-        return _kl(log_probabilities(live, form), log_probabilities(logits, form))
+        return _kl(log_probabilities(live, form), log_probabilities(logits, form), valid)
     if tuple(targets.shape) != tuple(logits.shape[:-1]):
         raise DataError(
             "the targets do not fit the output",
@@ -118,6 +188,8 @@ def score(logits: Tensor, targets: Tensor | None, live: Tensor | None = None, fo
             remedy="name the output that holds the logits with --output, or align the targets",
         )
     targets = targets.long()
+    if valid is not None and valid.shape == targets.shape:
+        targets = torch.where(valid, targets, IGNORED)
     valid = targets != IGNORED
     if not bool(((targets >= 0) & (targets < logits.shape[-1]))[valid].all()):
         raise DataError(
@@ -140,11 +212,14 @@ def score(logits: Tensor, targets: Tensor | None, live: Tensor | None = None, fo
     return Score(losses, right, weight)
 
 
-def _kl(p: Tensor, q: Tensor) -> Score:
+def _kl(p: Tensor, q: Tensor, valid: Tensor | None) -> Score:
     # Never negative but for rounding of equal distributions.
     # A class that the live output rules out adds nothing, whatever the replayed one says of it.
     divergence = torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum(-1).clamp(min=0)
     axes = tuple(range(1, divergence.ndim))
+    if valid is not None and valid.shape == divergence.shape:
+        weight = valid.sum(1).double()
+        return Score(torch.where(valid, divergence, 0.0).sum(1) / weight, None, weight)
     values = divergence.mean(axes) if axes else divergence
     positions = divergence[0].numel()
     return Score(values, None, torch.full_like(values, float(positions)))

@@ -1,7 +1,9 @@
-"""Paired statistics over inputs: the mean effect, its bootstrap interval, sign-flip tests, Holm's correction."""
+"""Paired statistics over inputs: the mean effect, its bootstrap interval, sign-flip tests, Holm's correction, and how
+many inputs an open question would take."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from scipy import stats
 
 CONFIDENCE = 0.95
 RESAMPLES = 9999
+POWER = 0.8
 _HELD = 1_000_000  # numbers of resamples that are in memory at once
 
 
@@ -74,3 +77,24 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * float(p_values[index])))
         adjusted[index] = highest
     return adjusted
+
+
+def needed_inputs(differences: Sequence[float], margin: float | None = None) -> int | None:
+    """How many inputs would resolve an effect like this one with a power of 80 % at the 5 % level; None when no number
+    would: fewer than two inputs, no spread, or an effect of zero without a margin.
+
+    Without a margin, to tell the effect from zero: n = ((z_{1-a/2} + z_power) s / |mean|)^2. With one, the smaller of
+    that and of what shows equivalence, where |mean| is less than the margin: the distance to the nearer bound takes the
+    place of |mean| (Chow, Shao, Wang 2008, chapter 3).
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    if len(values) < 2 or not np.isfinite(values).all():
+        return None
+    mean, spread = float(values.mean()), float(values.std(ddof=1))
+    distances = [abs(mean)] + ([margin - abs(mean)] if margin is not None else [])
+    distance = max(distances)
+    if spread == 0 or distance <= 0:
+        return None
+    z = float(stats.norm.ppf(1 - (1 - CONFIDENCE) / 2) + stats.norm.ppf(POWER))
+    needed = (z * spread / distance) ** 2
+    return max(2, math.ceil(needed)) if needed < 1e15 else None

@@ -16,7 +16,7 @@ from fxaudit.controllers.examples import Outcome
 from fxaudit.controllers.pattern import Pattern
 from fxaudit.model.compare import Comparison, Comparisons
 from fxaudit.model.trace import Finding, TracedModel
-from fxaudit.replay.dependence import Dependence, ReplayResult
+from fxaudit.replay.results import Dependence, ReplayResult
 from fxaudit.replay.run import IdentityReplay, Recording
 from fxaudit.report.as_json import size_text
 from fxaudit.report.claims import claims
@@ -124,27 +124,43 @@ def replay(replayed: IdentityReplay, found: Dependence | None, console: Console)
     base = found.baseline
     accuracy = f", accuracy {base.accuracy:.4f}" if base.accuracy is not None else ""
     _line(console, "baseline", f"{base.metric} {base.mean:.6f} over {len(base.per_input)} inputs{accuracy}")
-    console.print(_effects([r for r in found.results if r.scope == "joint"], "controllers", found.outcome))
-    console.print(_effects([r for r in found.results if r.scope == "controller"], "controller", found.outcome))
+    for scope in dict.fromkeys(result.scope for result in found.results):
+        console.print(Text(f"\n{SCOPES[scope]}", style="bold"))
+        console.print(_effects([r for r in found.results if r.scope == scope], found.outcome))
 
 
-def _effects(results: list[ReplayResult], scope: str, outcome: Callable[[ReplayResult], str]) -> Table:
+SCOPES = {
+    "joint": "all controllers together",
+    "controller": "each controller, the others keeping their records",
+    "pattern": "all controllers of a pattern",
+    "cumulative": "the first controllers, by depth",
+}
+
+
+def _effects(results: list[ReplayResult], outcome: Callable[[ReplayResult], str]) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False)
     table.add_column("intervention", no_wrap=True)
-    table.add_column(scope, overflow="fold")
+    table.add_column("controllers", overflow="fold")
     table.add_column("effect", justify="right", no_wrap=True)
     table.add_column("95 % interval", overflow="fold")
     table.add_column("adjusted p", justify="right", no_wrap=True)
-    table.add_column("outcome", no_wrap=True)
+    table.add_column("outcome", overflow="fold")
     for result in results:
-        who = f"all {len(result.controllers)}" if result.scope == "joint" else result.controllers[0]
+        many = len(result.controllers)
+        who = f"all {many}" if result.scope == "joint" else f"{many}" if many > 1 else result.controllers[0]
+        name = result.label if result.feedback == "frozen" else f"{result.label}, {result.feedback}"
         if result.refused is not None:
-            table.add_row(result.label, Text(who), "refused", Text(result.refused), "", "")
+            table.add_row(name, Text(who), "refused", Text(result.refused), "", "")
             continue
         low_high = result.interval
         interval = "not resolvable" if low_high is None else f"[{low_high[0]:+.4g}, {low_high[1]:+.4g}]"
         p = "" if result.adjusted_p is None else f"{result.adjusted_p:.4f}"
-        table.add_row(result.label, Text(who), f"{result.delta:+.4g}", Text(interval), p, outcome(result))
+        said = outcome(result)
+        if said == "INCONCLUSIVE" and result.needed is not None:
+            said += f", needs about {result.needed:,} inputs"
+        if result.left_out:
+            said += f", {result.left_out} inputs left out"
+        table.add_row(name, Text(who), f"{result.delta:+.4g}", Text(interval), p, said)
     return table
 
 

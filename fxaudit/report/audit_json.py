@@ -5,11 +5,12 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from fxaudit.audit import AuditReport
+from fxaudit.audit import PERMUTATIONS, AuditReport
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.model.data import DataSet
 from fxaudit.model.trace import TracedModel
-from fxaudit.replay.dependence import Dependence, ReplayResult
+from fxaudit.replay.permutations import named_arrays
+from fxaudit.replay.results import Dependence, ReplayResult
 from fxaudit.replay.run import IdentityReplay
 from fxaudit.replay.variation import PatternVariation, Variation
 from fxaudit.report import as_json
@@ -33,7 +34,7 @@ def audit(report: AuditReport) -> dict[str, Any]:
             "batch_size": report.options["batch_size"],
         },
         "variation": variation(report.variation),
-        "dependence": dependence(report.dependence),
+        "dependence": {**dependence(report.dependence), "permutations": {"file": PERMUTATIONS}},
         "execution": execution(report.execution.to_json(), report.matched.traced),
         "findings": [as_json.finding(finding) for finding in report.findings],
         "provenance": {
@@ -92,7 +93,8 @@ def _pattern(found: PatternVariation) -> dict[str, Any]:
 
 
 def dependence(found: Dependence) -> dict[str, Any]:
-    """The baseline and every intervention with its effect; permutations are those that were used."""
+    """The baseline and every intervention with its effect; permutations are those that were used, named as in a file
+    of them."""
     base = found.baseline
     return {
         "verdict": found.verdict,
@@ -108,30 +110,37 @@ def dependence(found: Dependence) -> dict[str, Any]:
             "per_input": list(base.per_input),
         },
         "interventions": [_result(result, found) for result in found.results],
-        "permutations": {
-            "donors": found.permutations.donors.tolist(),
-            "positions": {str(n): p.tolist() for n, p in found.permutations.positions.items()},
-        },
+        "permutations": {name: value.tolist() for name, value in named_arrays(found.draws).items()},
     }
 
 
 def _result(result: ReplayResult, found: Dependence) -> dict[str, Any]:
     return {
         "name": result.intervention,
+        "label": result.label,
         "level": result.level,
+        "draws": "each" if result.each else "shared",
         "scope": result.scope,
         "controllers": list(result.controllers),
-        "feedback": "frozen",
+        "feedback": result.feedback,
         "discrete": result.discrete,
         "seed": result.seed,
+        "seeds": [{"seed": s.seed, "delta": s.delta, "per_input": list(s.per_input)} for s in result.seeds],
+        "spread": result.spread,
         "metric": result.metric,
+        "inputs": sum(value is not None for value in result.per_input),
+        "left_out": result.left_out,
+        "absent_positions": result.absent_positions,
+        "baseline": result.baseline,
         "delta": result.delta,
+        "token_weighted": result.token_weighted,
         "interval": list(result.interval) if result.interval is not None else None,
         "p": result.p,
         "adjusted_p": result.adjusted_p,
         "accuracy": result.accuracy,
         "changed": result.changed,
         "outcome": found.outcome(result),
+        "needed": result.needed if found.outcome(result) == "INCONCLUSIVE" else None,
         "refused": result.refused,
         "per_input": list(result.per_input),
     }

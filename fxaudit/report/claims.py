@@ -53,6 +53,8 @@ def _dependence(found: dict[str, Any]) -> str:
         row
         for row in found["interventions"]
         if row["scope"] == "joint"
+        and row["feedback"] == "frozen"
+        and row["discrete"] not in ("weights", "indices")
         and row["refused"] is None
         and row["name"] in ("reassign", "shuffle-tokens", "static")
     ]

@@ -109,8 +109,12 @@ def _dependence(audit: Mapping[str, Any]) -> dict[str, Any]:
             marks.append("inert")
         rows.append({**row, "label": name, "marks": marks})
     run = [row for row in rows if row["refused"] is None]
-    together = [row for row in run if row["scope"] != "controller"]
-    alone = [row for row in run if row["scope"] == "controller"]
+    # One pattern alone is all controllers, and the depths of a cumulative sweep are too many for this page.
+    every = max((len(row["controllers"]) for row in rows), default=0)
+    together = [
+        row for row in run if row["scope"] == "joint" or (row["scope"] == "pattern" and len(row["controllers"]) < every)
+    ]
+    alone = [row for row in run if row["scope"] == "controller" and row["feedback"] == "frozen"]
     ids = list(dict.fromkeys(row["controllers"][0] for row in alone))
     labels = list(dict.fromkeys(row["label"] for row in alone))
     cells = {(row["label"], row["controllers"][0]): row for row in alone}
@@ -145,6 +149,8 @@ def _intervention_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             parts.append(row["discrete"])
         if row["feedback"] != "frozen":
             parts.append(row["feedback"])
+        if row.get("draws") == "each":
+            parts.append("one draw for each")
         names.append(", ".join(parts))
     return names
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from fxaudit import stages
 from fxaudit.model.data import DataSet
-from fxaudit.replay.dependence import Dependence, measure_dependence
-from fxaudit.replay.intervene import Intervention, default_interventions
+from fxaudit.replay.dependence import measure_dependence
+from fxaudit.replay.intervene import parse_interventions
+from fxaudit.replay.results import Dependence
 from fxaudit.replay.variation import LEVELS, Variation, measure_variation
 from tests.oracles import gates as oracle
 
@@ -57,9 +58,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     # Batches of 4 leave last batches of 2 and 1, filled up: repeated inputs must not count.
     recording = stages.record(frozen, data, place / "evaluation", batch_size=BATCH)
     profile = stages.record(frozen, calibrating, place / "calibration", batch_size=BATCH)
-    found = measure_dependence(
-        frozen, data, recording.store, profile.store, (Intervention("identity"), *default_interventions(3)), seed=3
-    )
+    asked = parse_interventions("identity,reassign,shuffle-tokens,static,neutral")
+    scopes = ("joint", "controller")
+    found = measure_dependence(frozen, data, recording.store, profile.store, asked, seeds=(3,), scopes=scopes)
     model = _eager()
     targets = data.targets_of(0, INPUTS)
     assert targets is not None

@@ -14,14 +14,13 @@ from fxaudit.replay.intervene import (
     LEVELS,
     Intervention,
     default_interventions,
-    draw_permutations,
-    in_graph_order,
     parse_interventions,
     permuted_positions,
     position_count,
     refusal,
-    static_profiles,
 )
+from fxaudit.replay.permutations import draw_permutations
+from fxaudit.replay.profiles import in_graph_order, static_profiles
 from fxaudit.replay.store import to_samples
 
 INPUTS, TOKENS, UNITS = 5, 4, 3
@@ -316,26 +315,40 @@ def test_a_profile_in_graph_order_broadcasts_to_the_mean_of_the_graphs_own_tenso
 
 
 def test_interventions_are_named_separated_by_commas():
-    found = parse_interventions("identity, static:unit,neutral", 5)
+    found = parse_interventions("identity, static:unit,neutral")
     assert found == (Intervention("identity"), Intervention("static", "unit"), Intervention("neutral"))
 
 
-@pytest.mark.parametrize("name", ["reassign", "shuffle-tokens"])
-def test_random_interventions_carry_the_seed(name):
-    assert parse_interventions(name, 5) == (Intervention(name, seed=5),)
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("reassign:each", Intervention("reassign", each=True)),
+        ("shuffle-tokens:weights", Intervention("shuffle-tokens", part="weights")),
+        ("reassign:each:indices", Intervention("reassign", each=True, part="indices")),
+    ],
+)
+def test_options_follow_the_name(text, meant):
+    assert parse_interventions(text) == (meant,)
 
 
 def test_static_stands_for_its_three_levels():
-    assert parse_interventions("static", 0) == tuple(Intervention("static", level) for level in LEVELS)
+    assert parse_interventions("static") == tuple(Intervention("static", level) for level in LEVELS)
 
 
 def test_naming_an_intervention_twice_asks_for_it_once():
-    found = parse_interventions("reassign,static,static:unit,reassign", 0)
+    found = parse_interventions("reassign,static,static:unit,reassign")
     assert len(found) == len(set(found)) == 4
 
 
 def test_the_default_interventions_are_all_but_identity():
-    assert default_interventions(2) == parse_interventions("reassign,shuffle-tokens,static,neutral", 2)
+    every = "reassign,shuffle-tokens,static,neutral,resample,permute-units,swap-controllers"
+    assert default_interventions() == parse_interventions(every)
+
+
+def test_parts_of_a_choice_are_exchanged_where_there_is_one():
+    added = set(default_interventions([ROUTER])) - set(default_interventions([GATE]))
+    parts = "reassign:weights,reassign:indices,shuffle-tokens:weights,shuffle-tokens:indices"
+    assert added == set(parse_interventions(parts))
 
 
 @pytest.mark.parametrize(
@@ -343,7 +356,7 @@ def test_the_default_interventions_are_all_but_identity():
 )
 def test_what_is_no_intervention_is_refused(text):
     with pytest.raises(UsageError, match="unknown intervention"):
-        parse_interventions(text, 0)
+        parse_interventions(text)
 
 
 @pytest.mark.parametrize(
@@ -352,19 +365,20 @@ def test_what_is_no_intervention_is_refused(text):
 )
 def test_a_misspelled_intervention_gets_a_suggestion(text, meant):
     with pytest.raises(UsageError, match=f"did you mean `{meant}`"):
-        parse_interventions(text, 0)
+        parse_interventions(text)
 
 
 def test_an_unknown_intervention_lists_the_known_ones():
     with pytest.raises(UsageError) as caught:
-        parse_interventions("none", 0)
-    known = "identity, reassign, shuffle-tokens, neutral, static:controller, static:unit, static:unit-position"
-    assert caught.value.expected == known
+        parse_interventions("none")
+    known = caught.value.expected.split(", ")
+    assert {"identity", "reassign", "static:unit", "reassign:each", "swap-controllers:weights"} <= set(known)
+    assert all(parse_interventions(name) for name in known)
 
 
 @pytest.mark.parametrize("intervention", [Intervention("static", "unit"), Intervention("neutral")])
 def test_an_intervention_reads_as_it_is_named(intervention):
-    assert parse_interventions(str(intervention), 0) == (intervention,)
+    assert parse_interventions(str(intervention)) == (intervention,)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -383,7 +397,7 @@ ROUTER = controller(
     "name", ["identity", "reassign", "shuffle-tokens", "neutral", *(f"static:{x}" for x in LEVELS)]
 )
 def test_a_gate_of_tokens_takes_every_intervention(name):
-    (intervention,) = parse_interventions(name, 0)
+    (intervention,) = parse_interventions(name)
     assert refusal(intervention, GATE, 2) is None
 
 
@@ -409,7 +423,7 @@ REFUSED = {
             Intervention("static", level),
             ROUTER,
             9,
-            "indices are not averaged; a static choice of experts is not built yet",
+            "indices are not averaged, and the dense scores of the choice are not recorded",
         )
         for level in LEVELS
     },

@@ -37,7 +37,7 @@ AUDIT = {
     },
 }
 for row in AUDIT["dependence"]["interventions"]:
-    row.update(scope="joint", refused=None)
+    row.update(scope="joint", feedback="frozen", discrete=None, refused=None)
 
 
 @pytest.fixture

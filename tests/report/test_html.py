@@ -417,7 +417,8 @@ def test_rows_of_one_intervention_are_told_apart():
     audit["dependence"]["interventions"] += [
         {**again, "seed": 1},
         {**again, "feedback": "live"},
-        {**again, "scope": "cumulative"},
+        {**again, "scope": "pattern", "controllers": again["controllers"][:1]},
+        {**again, "scope": "cumulative"},  # too many for a page; audit.json has them
     ]
     labels = [row[0] for row in Page(render(audit)).table("Interventions on all")[1:]]
     assert len(set(labels)) == len(labels) == 7
