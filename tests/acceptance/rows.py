@@ -7,11 +7,12 @@ with few layers follows the same rule.
 
 from __future__ import annotations
 
-from tests.acceptance import language, vision
+from tests.acceptance import language, papers, vision
 
 ROWS = (
     *vision.CHANNEL_GATES,
     *language.NO_CONTROLLER,
     *language.ROUTERS,
     *language.GATES_AND_RECURRENCES,
+    *papers.PAPERS,
 )
