@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,6 +116,7 @@ def audit(
     directory: str | Path,
     *,
     patterns: Sequence[Any] | None = None,
+    enable: Collection[str] = (),
     batch_size: int | None = None,
     limit: int | None = None,
     replaying: ReplayOptions | None = None,
@@ -126,6 +127,7 @@ def audit(
 
     Args:
         data, calibration: dicts of tensors by input name, or what `--data` takes; they must not share an input.
+        enable: families outside the default set to audit, too.
         directory: where coefficients and ONNX files go.
         limit: use at most this many inputs of each data set.
         replaying: interventions, scopes, seeds, metric and margin.
@@ -139,7 +141,7 @@ def audit(
     replaying = replaying or ReplayOptions()
     clock = Clock(watch)
     traced = clock.time("trace", lambda _: stages.trace(subject, seed=seed))
-    matched = clock.time("match", lambda _: stages.match(traced, patterns))
+    matched = clock.time("match", lambda _: stages.match(traced, patterns, enable=enable))
     frozen = stages.freeze(matched)
     evaluation, calibrating = (stages.load_data(d, traced).limited(limit) for d in (data, calibration))
     replayed = replay(

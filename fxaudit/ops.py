@@ -72,6 +72,7 @@ CLASSES: dict[str, frozenset[str]] = {
     | _SPLITS,
     "gather": frozenset("index index_select gather take_along_dim embedding scatter index_put index_add".split()),
     "matmul": frozenset(["matmul", "mm", "bmm", "einsum"]),
+    "pieces": _SPLITS,
 }
 # Classes that torch.Tag decides, with what the tags get wrong: `hardswish` is not tagged pointwise, `clone` is, and
 # `softmax` and adaptive pooling are not tagged as reductions.

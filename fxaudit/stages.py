@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,9 @@ from torch import nn
 from fxaudit.controllers.controller import Controller, build_controllers
 from fxaudit.controllers.graphs import Dataflow
 from fxaudit.controllers.match import MatchResult, find_matches
-from fxaudit.controllers.pattern import Pattern, load_patterns
+from fxaudit.controllers.pattern import DEFAULT, DETECT_ONLY, EXTERNAL, OPT_IN, Pattern, load_patterns
 from fxaudit.controllers.rewrite import FrozenModel, with_observed_domains
-from fxaudit.errors import NoControllerError, UsageError
+from fxaudit.errors import NoControllerError, UsageError, nearest
 from fxaudit.model import load as loading
 from fxaudit.model import trace as tracing
 from fxaudit.model.compare import Comparison, compare
@@ -38,19 +38,29 @@ load = loading.load
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The controllers of a traced model, and for each pattern its matches and near misses."""
+    """The controllers of a traced model, and for each pattern its matches and near misses.
+
+    `controllers` are audited; `others` are only counted, since their family is not in the default set and not enabled.
+    """
 
     traced: TracedModel
     patterns: tuple[Pattern, ...]
     results: tuple[MatchResult, ...]
     controllers: tuple[Controller, ...]
     findings: tuple[Finding, ...]
+    others: tuple[Controller, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
-        """Controllers by pattern, every pattern named."""
-        found = Counter(controller.pattern for controller in self.controllers)
-        return {pattern.name: found[pattern.name] for pattern in self.patterns}
+        """Controllers of the default set by pattern, every pattern that can have some named."""
+        found = Counter(c.pattern for c in self.controllers if c.family_class == DEFAULT)
+        return {p.name: found[p.name] for p in self.patterns if p.family_class in (DEFAULT, EXTERNAL)}
+
+    @property
+    def other(self) -> dict[str, int]:
+        """The rest by pattern: opt-in, report-only, external and detect-only controllers, audited or not."""
+        found = Counter(c.pattern for c in (*self.controllers, *self.others) if c.family_class != DEFAULT)
+        return {p.name: found[p.name] for p in self.patterns if p.family_class != DEFAULT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +100,44 @@ def trace(model: Subject | nn.Module | str, inputs: Any = None, *, seed: int = 0
     return tracing.trace(model, seed=seed)
 
 
-def match(traced: TracedModel, patterns: Sequence[Pattern | str | Path] | None = None) -> Matched:
+def match(
+    traced: TracedModel, patterns: Sequence[Pattern | str | Path] | None = None, *, enable: Collection[str] = ()
+) -> Matched:
     """The controllers of `traced`: matches of `patterns` (files, folders or loaded ones; by default the shipped
     library).
 
+    Args:
+        enable: families outside the default set to audit, too: opt-in ones are not even searched for otherwise.
+
     Raises:
         PatternError: a broken pattern file.
+        UsageError: `enable` names no pattern, or one that can only be detected.
     """
     loaded = _patterns(patterns)
+    _check_enabled(enable, loaded)
+    loaded = [p for p in loaded if p.family_class != OPT_IN or p.name in enable]
     dataflow = Dataflow(traced.graph_module)
     results = tuple(find_matches(pattern, dataflow, traced.sample) for pattern in loaded)
-    controllers, findings = build_controllers(results, dataflow)
+    found, findings = build_controllers(results, dataflow, enable)
+    controllers = tuple(controller for controller in found if controller.is_audited)
+    others = tuple(controller for controller in found if not controller.is_audited)
     if controllers:
         controllers = with_observed_domains(traced, controllers)
-    return Matched(traced, tuple(loaded), results, controllers, findings)
+    return Matched(traced, tuple(loaded), results, controllers, findings, others)
+
+
+def _check_enabled(enable: Collection[str], patterns: Sequence[Pattern]) -> None:
+    classes = {pattern.name: pattern.family_class for pattern in patterns}
+    for name in enable:
+        if classes.get(name, DETECT_ONLY) == DETECT_ONLY:
+            reason = "is only ever detected" if name in classes else f"is no pattern{nearest(name, set(classes))}"
+            known = sorted(n for n, family_class in classes.items() if family_class not in (DEFAULT, DETECT_ONLY))
+            raise UsageError(
+                f"`{name}` cannot be enabled: it {reason}",
+                expected=f"one of {', '.join(known)}" if known else "no --enable: every family here is on by default",
+                found=name,
+                remedy="`fxaudit pattern list` shows every pattern with its class",
+            )
 
 
 def _patterns(patterns: Sequence[Pattern | str | Path] | None) -> list[Pattern]:
@@ -119,6 +153,7 @@ def freeze(
     inputs: Any = None,
     *,
     patterns: Sequence[Pattern | str | Path] | None = None,
+    enable: Collection[str] = (),
     seed: int = 0,
 ) -> FrozenModel:
     """`model` with the coefficients of all its controllers as inputs.
@@ -129,7 +164,7 @@ def freeze(
     """
     if not isinstance(model, Matched):
         traced = model if isinstance(model, TracedModel) else trace(model, inputs, seed=seed)
-        model = match(traced, patterns)
+        model = match(traced, patterns, enable=enable)
     if not model.controllers:
         raise _no_controller(model)
     return FrozenModel(model.traced, model.controllers)
@@ -145,7 +180,9 @@ def _no_controller(matched: Matched) -> NoControllerError:
         f"no controller found in {matched.traced.subject.source}",
         expected=f"a match of one of {', '.join(p.name for p in matched.patterns)}",
         found="nearest misses:\n" + "\n".join(misses) if misses else "nothing like them",
-        remedy="--patterns FILE adds a family of your own; docs/patterns.md shows how to write one",
+        remedy=f"--enable {matched.others[0].pattern} audits what was only counted"
+        if any(c.family_class != DETECT_ONLY for c in matched.others[:1])
+        else "--patterns FILE adds a family of your own; docs/patterns.md shows how to write one",
     )
 
 
@@ -154,6 +191,7 @@ def inspect(
     inputs: Any = None,
     *,
     patterns: Sequence[Pattern | str | Path] | None = None,
+    enable: Collection[str] = (),
     seed: int = 0,
 ) -> TraceReport:
     """Trace, match and, where there are controllers, replay identity: everything that `fxaudit trace` shows.
@@ -161,7 +199,7 @@ def inspect(
     Raises:
         SelfCheckError: the frozen model does not reproduce the live one.
     """
-    matched = match(trace(model, inputs, seed=seed), patterns)
+    matched = match(trace(model, inputs, seed=seed), patterns, enable=enable)
     if not matched.controllers:
         return TraceReport(matched, None)
     frozen = FrozenModel(matched.traced, matched.controllers)

@@ -31,7 +31,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def _code(text: str) -> set[str]:
     """Every word inside backticks."""
-    return {word for span in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[A-Za-z_*.-]+", span)}
+    return {word for span in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[A-Za-z_*.-]+|T\d+", span)}
 
 
 @pytest.mark.parametrize("key", [*pattern.KEYS, *pattern.INTERVENE_KEYS, *pattern.EXAMPLE_KEYS])
@@ -44,8 +44,10 @@ def test_every_op_class_predicate_and_closure_is_documented(name: str) -> None:
     assert name in _code(GUIDE)
 
 
-@pytest.mark.parametrize("name", [*pattern.ROLES, *pattern.ACTS, *pattern.TAPS])
-def test_every_role_action_and_tap_is_documented(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [*pattern.ROLES, *pattern.ACTS, *pattern.TAPS, *pattern.FAMILY_CLASSES, *pattern.DOMAINS]
+)
+def test_every_role_action_tap_class_and_domain_is_documented(name: str) -> None:
     assert name in _code(GUIDE)
 
 

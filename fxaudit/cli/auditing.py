@@ -41,6 +41,7 @@ def audit(directory: Path, as_json_: bool, calibration: str, **options: Any) -> 
         calibration,
         directory,
         patterns=options["patterns"] or None,
+        enable=options["enable"],
         batch_size=options["batch_size"],
         limit=options["limit"],
         replaying=asked,

@@ -38,6 +38,12 @@ patterns_option = click.option(
     metavar="FILE|DIR",
     help="Pattern files or folders to use instead of the shipped ones; may be repeated.",
 )
+enable_option = click.option(
+    "--enable",
+    multiple=True,
+    metavar="NAME",
+    help="Audit a family outside the default set, too; may be repeated. `pattern list` shows them.",
+)
 model_options = options_of(
     click.argument("model"),
     click.option("--weights", type=click.Path(path_type=Path), metavar="FILE", help="Safetensors weights to load."),
@@ -45,6 +51,7 @@ model_options = options_of(
     click.option("--window", type=click.IntRange(min=1), metavar="N", help="Tokens in each input of a text model."),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights, inputs and draws."),
     patterns_option,
+    enable_option,
 )
 DATA_HELP = (
     "A .safetensors or .npz file with an array for each input (and `targets`), a .txt file, a folder of images or of a"
@@ -102,7 +109,9 @@ def subject_of(options: dict[str, Any]) -> Subject:
 def frozen_of(options: dict[str, Any]) -> FrozenModel:
     subject = subject_of(options)
     with working("tracing"):
-        return stages.freeze(subject, patterns=options["patterns"] or None, seed=options["seed"])
+        return stages.freeze(
+            subject, patterns=options["patterns"] or None, enable=options["enable"], seed=options["seed"]
+        )
 
 
 def replaying_of(options: dict[str, Any]) -> ReplayOptions:

@@ -29,7 +29,10 @@ def pattern_list(patterns: tuple[Path, ...], as_json_: bool) -> None:
     Example: fxaudit pattern list
     """
     loaded = load_patterns(*patterns)
-    described = [{"name": p.name, "summary": p.summary, "cite": p.cite, "path": str(p.path)} for p in loaded]
+    described = [
+        {"name": p.name, "class": p.family_class, "summary": p.summary, "cite": p.cite, "path": str(p.path)}
+        for p in loaded
+    ]
     show(
         as_json_,
         lambda: {"schema": "fxaudit.pattern-list/1", "patterns": described},

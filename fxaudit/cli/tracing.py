@@ -22,5 +22,7 @@ def trace(as_json_: bool, **options: Any) -> None:
     """
     subject = subject_of(options)
     with working("tracing"):
-        report = stages.inspect(subject, patterns=options["patterns"] or None, seed=options["seed"])
+        report = stages.inspect(
+            subject, patterns=options["patterns"] or None, enable=options["enable"], seed=options["seed"]
+        )
     show(as_json_, lambda: as_json.trace(report), lambda console: as_text.trace(report, console))

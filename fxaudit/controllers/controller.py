@@ -7,7 +7,7 @@ holds all of its learned ops, and the number of that module's call: ``layers.3.m
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,8 @@ from fxaudit.axes import Size
 from fxaudit.controllers import structure
 from fxaudit.controllers.graphs import Dataflow, count_parameters, exclusive_cone, parameter_names
 from fxaudit.controllers.match import Match, MatchResult
-from fxaudit.controllers.pattern import Intervene, Pattern
+from fxaudit.controllers.overlaps import claimed_region, resolve
+from fxaudit.controllers.pattern import DEFAULT, DETECT_ONLY, EXTERNAL, Intervene, Pattern
 from fxaudit.model.trace import Finding
 
 ROOT = "<root>"
@@ -29,7 +30,7 @@ class Domain:
     """The values that a coefficient can take.
 
     `kind` is ``interval`` (between `low` and `high`), ``simplex`` (and summing to `total` along `axis`), ``index``
-    (whole numbers that select along some axis) or ``real``.
+    (whole numbers that select along some axis), ``log-decay``, ``doubly-stochastic`` or ``real``.
     """
 
     kind: str
@@ -103,7 +104,9 @@ class Controller:
     """A coefficient with its apply sites, and what disappears when it is replaced.
 
     `coefficients` are bound together; `taps` are recorded beside them. `cone` holds the nodes that die when all
-    coefficients are replaced, `parameters` counts the parameter elements among them.
+    coefficients are replaced, `parameters` counts the parameter elements among them. A controller that is not audited
+    is only counted: its family is opt-in, report-only, external or detect-only, and not enabled. A discrete one makes a
+    choice.
     """
 
     id: str
@@ -117,6 +120,9 @@ class Controller:
     parameters: int
     leaks: tuple[Leak, ...]
     intervene: Intervene
+    family_class: str = DEFAULT
+    is_audited: bool = True
+    is_discrete: bool = False
 
     @property
     def parameter_names(self) -> set[str]:
@@ -129,47 +135,61 @@ class Controller:
 
 
 def build_controllers(
-    results: Sequence[MatchResult], dataflow: Dataflow
+    results: Sequence[MatchResult], dataflow: Dataflow, enabled: Collection[str] = ()
 ) -> tuple[tuple[Controller, ...], tuple[Finding, ...]]:
-    """The controllers behind all matches, in graph order, and what was dropped or is remarkable about them."""
-    groups: dict[tuple[Node, ...], list[Match]] = {}
+    """The controllers behind all matches, and what was dropped or is remarkable about them.
+
+    Those that are audited come first, then those that are only counted, each in graph order.
+    """
+    groups: dict[tuple[str, tuple[Node, ...]], list[Match]] = {}
     for result in results:
         for match in result.matches:
-            groups.setdefault(match.bound, []).append(match)
-    kept, findings = _resolve_overlaps(groups, dataflow)
-    kept.sort(key=lambda group: dataflow.order[group[0].coefficient])
-    places = [_place(dataflow, exclusive_cone(group[0].bound), group[0].coefficient) for group in kept]
-    ids = _unique_ids(places)
+            groups.setdefault((match.pattern.name, match.bound), []).append(match)
+    kept, findings = resolve(list(groups.values()), dataflow, enabled)
+    external = _external(kept, dataflow)
+    classes = [external.get(i, group[0].pattern.family_class) for i, group in enumerate(kept)]
+    standing = [
+        (_is_audited(c, group[0].pattern.name, enabled), c, group) for c, group in zip(classes, kept, strict=True)
+    ]
+    standing.sort(key=lambda row: (not row[0], dataflow.order[row[2][0].coefficient]))
+    places = [_place(dataflow, exclusive_cone(group[0].bound), group[0].coefficient) for *_, group in standing]
     controllers = tuple(
-        _controller(identifier, place, group, dataflow)
-        for identifier, place, group in zip(ids, places, kept, strict=True)
+        _controller(identifier, place, group, dataflow, family_class, audited)
+        for identifier, place, (audited, family_class, group) in zip(_unique_ids(places), places, standing, strict=True)
     )
-    return controllers, (*findings, *_remarks(controllers))
+    return controllers, (*findings, *_remarks([c for c in controllers if c.is_audited]))
 
 
-def _resolve_overlaps(
-    groups: Mapping[tuple[Node, ...], list[Match]], dataflow: Dataflow
-) -> tuple[list[list[Match]], list[Finding]]:
-    """Of groups that share a coefficient node the one with the larger cone stays; of equal ones, the first by name."""
-    by_pattern: list[list[Match]] = []
-    for group in groups.values():
-        for name in dict.fromkeys(match.pattern.name for match in group):
-            by_pattern.append([match for match in group if match.pattern.name == name])
-    by_pattern.sort(
-        key=lambda g: (-len(exclusive_cone(g[0].bound)), g[0].pattern.name, dataflow.order[g[0].coefficient])
-    )
-    claimed: dict[Node, Match] = {}
-    kept, findings = [], []
-    for group in by_pattern:
-        owner = next((claimed[node] for node in group[0].bound if node in claimed), None)
-        if owner is None:
-            kept.append(group)
-            claimed.update(dict.fromkeys(group[0].bound, group[0]))
-        else:
-            loser = group[0]
-            text = f"`{loser.pattern.name}` also matches `{loser.coefficient.name}`, claimed by `{owner.pattern.name}`"
-            findings.append(Finding("overlap", text, ops.source_line(loser.coefficient)))
-    return kept, findings
+def _is_audited(family_class: str, name: str, enabled: Collection[str]) -> bool:
+    return family_class == DEFAULT or (name in enabled and family_class != DETECT_ONLY)
+
+
+def _external(groups: Sequence[list[Match]], dataflow: Dataflow) -> dict[int, str]:
+    """The class of each group of an `external` family, by its place in `groups`.
+
+    A member is external where no input reaches both its coefficient and, other than through such coefficients, the
+    value that it acts on (for a value that no input reaches: the model's outputs). Elsewhere it is a default one.
+    """
+    members = {i: group for i, group in enumerate(groups) if group[0].pattern.family_class == EXTERNAL}
+    if not members:
+        return {}
+    reach = dataflow.input_sets()
+    direct = dataflow.input_sets([node for group in members.values() for node in group[0].bound])
+    outputs = [n for node in dataflow.nodes if node.op == "output" for n in node.all_input_nodes]
+    found = {}
+    for i, group in members.items():
+        own = _union(reach, group[0].bound)
+        values = [n for m in group for n in structure.value_operands(dataflow, m.applied, m.apply)]
+        acted_on = _union(direct, values) or _union(direct, outputs)
+        found[i] = DEFAULT if own & acted_on else EXTERNAL
+    return found
+
+
+def _union(sets: Mapping[Node, int], nodes: Iterable[Node]) -> int:
+    found = 0
+    for node in nodes:
+        found |= sets[node]
+    return found
 
 
 def _place(dataflow: Dataflow, cone: set[Node], coefficient: Node) -> tuple[str, int]:
@@ -196,7 +216,14 @@ def _unique_ids(places: Sequence[tuple[str, int]]) -> list[str]:
     return ids
 
 
-def _controller(identifier: str, place: tuple[str, int], group: list[Match], dataflow: Dataflow) -> Controller:
+def _controller(
+    identifier: str,
+    place: tuple[str, int],
+    group: list[Match],
+    dataflow: Dataflow,
+    family_class: str,
+    is_audited: bool,
+) -> Controller:
     match = group[0]
     pattern = match.pattern
     cone = exclusive_cone(match.bound)
@@ -215,6 +242,9 @@ def _controller(identifier: str, place: tuple[str, int], group: list[Match], dat
         parameters=count_parameters(dataflow.module, cone),
         leaks=tuple(_leaks(group, cone, dataflow)),
         intervene=pattern.intervene,
+        family_class=family_class,
+        is_audited=is_audited,
+        is_discrete=structure.is_discrete(dataflow, match.bound, match.apply),
     )
 
 
@@ -240,46 +270,69 @@ def _domain(name: str, dtype: torch.dtype, pattern: Pattern, names: list[str]) -
     intervene = pattern.intervene
     if not dtype.is_floating_point:
         return Domain("index")
-    if name != "coefficient" or intervene.low is None or intervene.high is None:
+    low, high = intervene.range_of(name) or (None, None)
+    if name in intervene.domains:
+        return Domain(intervene.domains[name], low, high)
+    if low is None or high is None:
         return Domain("real")
-    if intervene.simplex_axis in names:
-        return Domain("simplex", intervene.low, intervene.high, intervene.simplex_axis, intervene.simplex_sum)
-    return Domain("interval", intervene.low, intervene.high)
+    if name == "coefficient" and intervene.simplex_axis in names:
+        return Domain("simplex", low, high, intervene.simplex_axis, intervene.simplex_sum)
+    return Domain("interval", low, high)
 
 
 def _leaks(group: list[Match], cone: set[Node], dataflow: Dataflow) -> Iterable[Leak]:
     """Uses of the coefficient that are no apply site, then survivors on the controller's own way to it."""
-    match = group[0]
-    applies = {m.apply for m in group}
+    yield from _use_leaks(group, cone, dataflow)
+    yield from _path_leaks(group[0], cone, dataflow)
+
+
+def _use_leaks(group: list[Match], cone: set[Node], dataflow: Dataflow) -> Iterable[Leak]:
+    # What indices select, the family itself says; what is computed for an apply site, or claimed, is no leak.
+    bound = [node for node in group[0].bound if (dtype := ops.dtype(node)) is not None and dtype.is_floating_point]
+    claimed = claimed_region(group, dataflow)
+    passed = {node for match in group for node in structure.way_to(dataflow, match.applied, match.apply)}
     # What the pattern itself names between the coefficient and an apply site is part of the apply.
-    between = {node for m in group for name, node in m.nodes.items() if name in m.pattern.equations} - applies
-    queue, seen = [match.coefficient], {match.coefficient}
+    passed |= {node for match in group for name, node in match.nodes.items() if name in match.pattern.equations}
+    known = {match.apply for match in group} | claimed | cone
+    queue, seen = list(bound), set(bound)
     while queue:
         node = queue.pop()
         for user in node.users:
-            if user in applies or user in seen or user in cone:
+            if user in known or user in seen:
                 continue
             seen.add(user)
-            if (user in between or any(ops.in_class(user, name) for name in ("layout", "gather"))) and user.users:
+            if (user in passed or any(ops.in_class(user, name) for name in ("layout", "gather"))) and user.users:
                 queue.append(user)
             elif not ops.is_symbolic_scalar(user):
                 yield Leak("use", node, user)
+
+
+def _path_leaks(match: Match, cone: set[Node], dataflow: Dataflow) -> Iterable[Leak]:
+    bound = set(match.bound)
     free = {v for k, v in match.nodes.items() if k not in match.pattern.equations and isinstance(v, Node)}
-    values = structure.same_path(dataflow, structure.value_operands(dataflow, match.coefficient, match.apply))
-    own = dataflow.walk_back(
+    values = structure.same_path(dataflow, structure.value_operands(dataflow, match.applied, match.apply))
+    way = dataflow.walk_back(
         match.bound, lambda n: n in free or n in values or dataflow.is_learned_op(n) or ops.is_selection(n)
     )
-    for node in own:
-        if node in cone or node in free or node in values or not dataflow.is_dynamic(node):
+    own = set(way)
+    live: set[Node] = set()  # computed from bound values alone, such as a mask of the chosen indices, is not live
+    for node in sorted(way, key=dataflow.order.__getitem__):
+        sources = [n for n in dataflow.operands(node) if n not in bound and dataflow.is_dynamic(n)]
+        if node.op == "placeholder" or any(n in live or n not in own for n in sources):
+            live.add(node)
+    for node in way:
+        if node in cone or node in free or node in values or node not in live or not dataflow.is_dynamic(node):
             continue
-        if not any(n.op == "placeholder" for n in dataflow.walk_back([node], lambda n: n in match.bound)):
-            continue  # computed from bound values alone, such as a mask made of the chosen indices: nothing live in it
         for reader in node.users:
             if reader not in cone and reader not in own:
                 yield Leak("path", node, reader)
 
 
 def _remarks(controllers: Sequence[Controller]) -> Iterable[Finding]:
+    around: dict[Node, list[Controller]] = {}
+    for controller in controllers:
+        for node in controller.cone:
+            around.setdefault(node, []).append(controller)
     for controller in controllers:
         for leak in controller.leaks:
             reader = "a model output" if leak.reader.op == "output" else f"`{leak.reader.name}`"
@@ -288,7 +341,7 @@ def _remarks(controllers: Sequence[Controller]) -> Iterable[Finding]:
             else:
                 text = f"{controller.id}: {reader} also reads the coefficient, and reads the bound value once frozen"
             yield Finding(f"{leak.kind}-leak", text, leak.source)
-        for other in controllers:
+        for other in around.get(controller.applies[0], ()):
             if other is not controller and all(apply in other.cone for apply in controller.applies):
                 text = f"{controller.id} acts only inside {other.id}; freezing both leaves it without effect"
                 yield Finding("nested", text)

@@ -67,7 +67,7 @@ def run_example(pattern: Pattern, example: Example) -> Outcome:
     traced = trace(subject(model, inputs, source=f"{pattern.name}: {example.why}"))
     dataflow = Dataflow(traced.graph_module)
     result = find_matches(pattern, dataflow, traced.sample)
-    controllers, _ = build_controllers([result], dataflow)
+    controllers, _ = build_controllers([result], dataflow, [pattern.name])
     return Outcome(example, len(controllers), result.near_misses[0] if result.near_misses else None)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxaudit import ops
+
+_LOOK_UPS = frozenset(["embedding", "index", "index_select", "gather"])
 
 
 class Dataflow:
@@ -25,9 +29,10 @@ class Dataflow:
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.dynamic: set[Node] = set()
         self._from_parameter: set[Node] = set()
-        self.by_op: dict[str, list[Node]] = {}
         self._operands: dict[Node, list[Node]] = {}
         self._data: dict[Node, list[Node]] = {}
+        self._content: set[Node] | None = None
+        self._live: set[Node] | None = None
         for node in self.nodes:
             sources = self._operands[node] = ops.operands(node)
             if node.op == "placeholder" or any(source in self.dynamic for source in sources):
@@ -36,7 +41,39 @@ class Dataflow:
                 source in self._from_parameter for source in sources
             ):
                 self._from_parameter.add(node)
-            self.by_op.setdefault(ops.op_name(node), []).append(node)
+        self._kinds: dict[Node, frozenset[str]] = {}
+        self._of_kind: dict[str, list[Node]] = {}
+        self._classify()
+
+    def _classify(self) -> None:
+        """The op name and op classes of each node; `linear` needs a learned operand, which only the graph can tell."""
+        known: dict[tuple[Any, str], tuple[frozenset[str], frozenset[str]]] = {}
+        for node in self.nodes:
+            name = ops.op_name(node)
+            if node.op != "call_function":
+                self._kinds[node] = frozenset()
+                self._of_kind.setdefault(name, []).append(node)
+                continue
+            key = (node.target, name)
+            if key not in known:
+                classes = frozenset(kind for kind in ops.CLASS_NAMES if ops.in_class(node, kind))
+                known[key] = (classes | {name}, (classes | {name}) - {"linear"})
+            kinds = known[key][0 if "linear" not in known[key][0] or self._is_learned_matmul(node) else 1]
+            self._kinds[node] = kinds
+            for kind in kinds:
+                self._of_kind.setdefault(kind, []).append(node)
+
+    def kinds(self, node: Node) -> frozenset[str]:
+        """The op name and the op classes of a node."""
+        return self._kinds[node]
+
+    def nodes_of(self, kind: str) -> list[Node]:
+        """The nodes of an op name or an op class, in graph order."""
+        return self._of_kind.get(kind, [])
+
+    def _is_learned_matmul(self, node: Node) -> bool:
+        sources = self._operands[node]
+        return any(map(self.is_learned_static, sources)) and any(source in self.dynamic for source in sources)
 
     def operands(self, node: Node) -> list[Node]:
         """The nodes whose values `node` reads."""
@@ -56,14 +93,28 @@ class Dataflow:
 
     def is_learned_op(self, node: Node) -> bool:
         """Whether a node applies learned weights to data: a linear map, convolution or table look-up."""
-        if not (ops.in_class(node, "linear") or ops.op_name(node) in ("embedding", "index", "index_select", "gather")):
-            return False
-        sources = self._operands[node]
-        return any(map(self.is_learned_static, sources)) and any(map(self.is_dynamic, sources))
+        kinds = self._kinds[node]
+        return "linear" in kinds or (not _LOOK_UPS.isdisjoint(kinds) and self._is_learned_matmul(node))
 
     def is_a(self, node: Node, name: str) -> bool:
         """Whether a node is the op, or in the op class, `name`; `linear` needs a learned operand."""
-        return ops.in_class(node, name) and (name != "linear" or self.is_learned_op(node))
+        return name in self._kinds[node]
+
+    def reads_content(self, node: Node) -> bool:
+        """Whether a runtime input reaches a node that holds more than positions or a mask."""
+        if self._content is None:
+            self._content = set()
+            for current in self.nodes:
+                is_content = current.op == "placeholder" and not _is_positional(current)
+                if is_content or any(source in self._content for source in self._operands[current]):
+                    self._content.add(current)
+        return node in self._content
+
+    def reaches_output(self, node: Node) -> bool:
+        """Whether a model output, or a buffer that outlives the call, depends on a node."""
+        if self._live is None:
+            self._live = set(self.walk_back((n for n in self.nodes if n.op == "output"), lambda _: False))
+        return node in self._live
 
     def depends(self, node: Node, on: Node) -> bool:
         """Whether the values of `node` are computed from those of `on`; a node depends on itself."""
@@ -79,9 +130,35 @@ class Dataflow:
                     queue.append(source)
         return False
 
+    def input_sets(self, cut: Collection[Node] = ()) -> dict[Node, int]:
+        """The runtime inputs whose values reach each node, one bit each; nothing passes through the nodes of `cut`."""
+        blocked, bits = set(cut), itertools.count()
+        found: dict[Node, int] = {}
+        for node in self.nodes:
+            reached = 1 << next(bits) if node.op == "placeholder" else 0
+            for source in self._operands[node]:
+                reached |= found[source]
+            found[node] = 0 if node in blocked else reached
+        return found
+
     def exclusive_parameters(self, node: Node) -> int:
         """The number of parameters that only `node` needs."""
         return count_parameters(self.module, exclusive_cone([node]))
+
+    def reaches_back(self, start: Node, wanted: Callable[[Node], bool], stop: Callable[[Node], bool]) -> bool:
+        """Whether a wanted node is reachable backward from `start`, not going past a `stop` node."""
+        seen, queue = {start}, deque([start])
+        while queue:
+            node = queue.popleft()
+            if wanted(node):
+                return True
+            if stop(node):
+                continue
+            for source in self._operands[node]:
+                if source not in seen:
+                    seen.add(source)
+                    queue.append(source)
+        return False
 
     def walk_back(self, start: Iterable[Node], stop: Callable[[Node], bool]) -> list[Node]:
         """The nodes reachable backward from `start` along value edges, not going past a `stop` node."""
@@ -96,6 +173,14 @@ class Dataflow:
                     seen[source] = None
                     queue.append(source)
         return list(seen)
+
+
+# Inputs of transformers models that hold positions or masks whatever their dtype.
+_POSITIONAL = ("position_ids", "cache_position", "attention_mask", "token_type_ids")
+
+
+def _is_positional(node: Node) -> bool:
+    return ops.dtype(node) is torch.bool or str(node.target).endswith(_POSITIONAL)
 
 
 def exclusive_cone(replaced: Collection[Node]) -> set[Node]:

@@ -6,7 +6,8 @@ budget bounds what one anchor may take.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,22 +16,33 @@ from torch.fx import Node
 from fxaudit import axes, ops
 from fxaudit.axes import Size
 from fxaudit.controllers import predicates, structure
+from fxaudit.controllers.anchors import plan
 from fxaudit.controllers.graphs import Dataflow, exclusive_cone
-from fxaudit.controllers.language import Chain, Either, Fold, Item, Name, Op, Term
+from fxaudit.controllers.language import Name, Op, Term
 from fxaudit.controllers.pattern import Pattern
-from fxaudit.controllers.unify import OVERS, Bindings, Unifier, describe
+from fxaudit.controllers.unify import OVERS, Bindings, Failure, Unifier, describe
+
+# Near misses that are kept of one pattern, the best ones.
+NEAR_MISSES = 100
 
 AxisNames = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A pattern found at one apply site: captured nodes, axis sizes, and the axis names of each captured tensor."""
+    """A pattern found at one apply site: captured nodes, axis sizes, and the axis names of each captured tensor.
+
+    `bound_names` are the coefficient and, of what is coupled with it, all that something still reads once the
+    coefficient is bound: indices that only place weights inside a dense coefficient die with it. `applied` is what of
+    the bound nodes meets the value there.
+    """
 
     pattern: Pattern
     nodes: Mapping[str, Any]
     sizes: Mapping[str, Size]
     layouts: Mapping[str, AxisNames]
+    bound_names: tuple[str, ...]
+    applied: Node
 
     @property
     def coefficient(self) -> Node:
@@ -41,22 +53,6 @@ class Match:
     def apply(self) -> Node:
         node: Node = self.nodes["apply"]
         return node
-
-    @property
-    def bound_names(self) -> tuple[str, ...]:
-        """The coefficient, and of what is coupled with it all that something still reads once the coefficient is bound.
-
-        Indices that only place weights inside a dense coefficient die with it; optional captures may be missing.
-        """
-        names = [name for name in self.pattern.bound if name in self.nodes]
-        return tuple(
-            name
-            for name in names
-            if name == "coefficient"
-            or not exclusive_cone([self.nodes[other] for other in names if other != name]).issuperset(
-                self.nodes[name].users
-            )
-        )
 
     @property
     def bound(self) -> tuple[Node, ...]:
@@ -90,7 +86,7 @@ class NearMiss:
 
 @dataclass(frozen=True, slots=True)
 class MatchResult:
-    """All matches of one pattern in one graph, the near misses best first, and the number of node visits it took."""
+    """All matches of one pattern in one graph, its best near misses, best first, and the number of node visits."""
 
     pattern: Pattern
     matches: tuple[Match, ...]
@@ -107,92 +103,24 @@ def find_matches(pattern: Pattern, dataflow: Dataflow, sample: Size | None) -> M
     Raises:
         PatternError: the pattern is too ambiguous for one anchor's visit budget.
     """
-    needed = {"apply", *pattern.bound, *pattern.intervene.taps.values()}.difference(pattern.intervene.optional)
-    for names in (group for name in sorted(needed) for group in _mandatory(pattern.equations[name], pattern.equations)):
-        if not any(_occurs(name, dataflow) for name in names):
-            reason = f"no `{' | '.join(names)}` in the graph"
-            return MatchResult(pattern, (), (NearMiss(pattern, None, None, reason, 0, (), (0, 0)),), 0)
+    chosen = plan(pattern, dataflow)
+    if chosen.missing is not None:
+        reason = f"no `{' | '.join(chosen.missing)}` in the graph"
+        return MatchResult(pattern, (), (NearMiss(pattern, None, None, reason, 0, (), (0, 0)),), 0)
     matches: list[Match] = []
-    near: list[NearMiss] = []
+    failures: list[tuple[Node, Failure]] = []
     visits = 0
-    for anchor in _anchors(pattern.equations["apply"], pattern.equations, dataflow):
-        unifier = Unifier(pattern, dataflow, anchor)
+    for anchor in chosen.anchors:
+        unifier = Unifier(pattern, dataflow, anchor, chosen)
         found = next(filter(None, (_verdict(unifier, reading, sample) for reading in unifier.readings())), None)
         visits += unifier.visits
         if found is not None:
             matches.append(found)
-        elif (failure := unifier.failure) is not None:
-            near.append(
-                NearMiss(pattern, anchor, failure.node, failure.reason, failure.line, failure.bound, failure.progress)
-            )
-    near.sort(key=lambda miss: miss.progress, reverse=True)
+        elif unifier.failure is not None:
+            failures.append((anchor, unifier.failure))
+    best = heapq.nlargest(NEAR_MISSES, failures, key=lambda pair: pair[1].progress)
+    near = [NearMiss(pattern, anchor, f.node, f.reason, f.line, f.bound, f.progress) for anchor, f in best]
     return MatchResult(pattern, tuple(matches), tuple(near), visits)
-
-
-# --- where to look --------------------------------------------------------------------------------------------------
-
-
-def _mandatory(term: Term, equations: Mapping[str, Term]) -> Iterator[tuple[str, ...]]:
-    """Groups of op names, of each of which one must occur for `term` to match anywhere."""
-    match term:
-        case Name(name=name) if name in equations:
-            yield from _mandatory(equations[name], equations)
-        case Op(names=names, operands=operands):
-            yield names
-            for operand in operands:
-                yield from _mandatory(operand, equations)
-        case Item(source=source):
-            yield from _mandatory(source, equations)
-        case Chain(names=names, source=source, least=least):
-            if least > 0:
-                yield names
-            yield from _mandatory(source, equations)
-        case Fold(names=names, term=inner):
-            yield names
-            yield from _mandatory(inner, equations)
-        case Either(options=options):
-            roots = [root_names(option, equations) for option in options]
-            if all(root is not None for root in roots):
-                yield tuple(sorted(set().union(*(root for root in roots if root))))
-
-
-def _occurs(name: str, dataflow: Dataflow) -> bool:
-    if name in ops.CLASSES:
-        return any(op in dataflow.by_op for op in ops.CLASSES[name])
-    return name in ops.TAGGED_CLASSES or name in dataflow.by_op
-
-
-def _anchors(term: Term, equations: Mapping[str, Term], dataflow: Dataflow) -> list[Node]:
-    """The nodes at which `term` may be rooted, in graph order."""
-    names = root_names(term, equations)
-    if names is None:
-        return [node for node in dataflow.nodes if node.op == "call_function"]
-    found: set[Node] = set()
-    for name in names:
-        if name in ops.TAGGED_CLASSES:
-            found.update(node for node in dataflow.nodes if ops.in_class(node, name))
-        else:
-            for op in ops.CLASSES.get(name, (name,)):
-                found.update(dataflow.by_op.get(op, ()))
-    return sorted(found, key=dataflow.order.__getitem__)
-
-
-def root_names(term: Term, equations: Mapping[str, Term]) -> set[str] | None:
-    """The ops and classes of which the node that `term` describes is one; None when it may be anything."""
-    match term:
-        case Name(name=name) if name in equations:
-            return root_names(equations[name], equations)
-        case Op(names=names) | Fold(names=names):
-            return set(names)
-        case Item():
-            return {"getitem"}
-        case Either(options=options):
-            roots = [root_names(option, equations) for option in options]
-            return None if any(root is None for root in roots) else set().union(*(root for root in roots if root))
-        case Chain(names=names, source=source, least=least):
-            below = root_names(source, equations) if least == 0 else set()
-            return None if below is None else set(names) | below
-    return None
 
 
 # --- shapes, predicates, structure ----------------------------------------------------------------------------------
@@ -220,11 +148,41 @@ def _verdict(unifier: Unifier, bindings: Bindings, sample: Size | None) -> Match
         if name in bindings and _excludes(unifier, name, term, bindings, layouts):
             unifier.fail(bindings, bindings[name], 0, "excluded: `{}`", text, depth=1)
             return None
-    reason = structure.refusal(dataflow, bindings["coefficient"], bindings["apply"])
+    bound = [name for name in pattern.bound if name in bindings]  # optional captures may be missing
+    applied = structure.applied(dataflow, [bindings[name] for name in bound], bindings["apply"])
+    bound_names = _bound_names(bound, bindings)
+    reason = structure.refusal(
+        dataflow,
+        applied,
+        bindings["apply"],
+        waives=pattern.waives,
+        selects=pattern.intervene.acts == "select",
+        positions=_positions(pattern, bindings, layouts, applied),
+    )
     if reason is not None:
-        unifier.fail(bindings, bindings["coefficient"], 0, "{}", reason, depth=2)
+        unifier.fail(bindings, applied, 0, "{}", reason, depth=2)
         return None
-    return Match(pattern, {k: v for k, v in bindings.items() if not k.startswith("#")}, sizes, layouts)
+    return Match(
+        pattern, {k: v for k, v in bindings.items() if not k.startswith("#")}, sizes, layouts, bound_names, applied
+    )
+
+
+def _bound_names(names: Sequence[str], bindings: Bindings) -> tuple[str, ...]:
+    if len(names) == 1:
+        return tuple(names)
+
+    def is_read(name: str) -> bool:
+        dead = exclusive_cone([bindings[other] for other in names if other != name])
+        return not dead.issuperset(bindings[name].users)
+
+    return tuple(name for name in names if name == "coefficient" or is_read(name))
+
+
+def _positions(pattern: Pattern, bindings: Bindings, layouts: Mapping[str, AxisNames], node: Node) -> set[int]:
+    """The dimensions of a bound node that hold positions and nothing else."""
+    name = next(name for name in pattern.bound if bindings.get(name) is node)
+    roles = pattern.intervene.axes
+    return {i for i, axis in enumerate(layouts[name]) if all(roles.get(factor) == "position" for factor in axis)}
 
 
 def _excludes(unifier: Unifier, name: str, term: Term, bindings: Bindings, layouts: Mapping[str, AxisNames]) -> bool:

@@ -8,28 +8,40 @@ from __future__ import annotations
 
 import itertools
 import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fxaudit import axes
 from fxaudit.controllers import language
+from fxaudit.controllers.document import Document
 from fxaudit.controllers.language import MatchSyntaxError, Name, Op, Term
 from fxaudit.controllers.predicates import Predicate, PredicateSyntaxError, parse_predicate
 from fxaudit.errors import PatternError, nearest
 from fxaudit.provenance import json_digest
 
 SCHEMA = 1
-KEYS = ("schema", "name", "summary", "cite", "match", "shape", "where", "exclude", "intervene", "example")
+KEYS = tuple(
+    "schema name summary cite class priority requires waives match shape where exclude claims intervene example".split()
+)
 REQUIRED = ("schema", "name", "summary", "match", "shape", "intervene")
-INTERVENE_KEYS = ("axes", "acts", "neutral", "range", "sums_to", "coupled", "optional", "taps")
+INTERVENE_KEYS = ("axes", "acts", "neutral", "range", "domain", "sums_to", "coupled", "optional", "taps")
 EXAMPLE_KEYS = ("why", "expect", "inputs", "code")
 ROLES = ("sample", "position", "unit", "slot")
-ACTS = ("multiply", "add", "mix", "select", "step")
+ACTS = ("multiply", "add", "lerp", "mix", "convolve", "select", "step", "decay", "bias")
 TAPS = ("scores",)
+# What `class` may say of a family: searched for and audited; searched for and audited only with --enable; searched
+# for and counted, audited only with --enable; the same where no input reaches both the coefficient and what it acts
+# on, and audited elsewhere; counted, never audited.
+DEFAULT, OPT_IN, REPORT_ONLY, EXTERNAL, DETECT_ONLY = "default", "opt-in", "report-only", "external", "detect-only"
+FAMILY_CLASSES = (DEFAULT, OPT_IN, REPORT_ONLY, EXTERNAL, DETECT_ONLY)
+# Domains that a range or a sum does not tell: what a decay is averaged as, and what stays so when it is averaged.
+DOMAINS = ("log-decay", "doubly-stochastic")
+# Structural tests that a family outside the default set may waive, since failing them is why it is outside.
+WAIVABLE = ("T2", "T3", "T4", "T5", "T6")
+# Settings of a trace that a family may need to be visible at all: {setting: values}.
+REQUIREMENTS = {"attention": ("eager", "sdpa"), "decompose": ("lstm", "gru", "rnn")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +61,22 @@ class Intervene:
     simplex_axis: str | None
     simplex_sum: float | None
     coupled: tuple[str, ...]
-    optional: tuple[str, ...]
     taps: Mapping[str, str]
+    optional: tuple[str, ...] = ()
+    # What the coupled captures have of their own, by capture.
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    neutrals: Mapping[str, float] = field(default_factory=dict)
+    domains: Mapping[str, str] = field(default_factory=dict)
+
+    def range_of(self, name: str) -> tuple[float, float] | None:
+        """The lowest and highest value of a bound capture, None where the pattern states none."""
+        if name == "coefficient":
+            return None if self.low is None or self.high is None else (self.low, self.high)
+        return self.ranges.get(name)
+
+    def neutral_of(self, name: str) -> float | None:
+        """The value of a bound capture at which it does nothing, None where the pattern states none."""
+        return self.neutral if name == "coefficient" else self.neutrals.get(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +105,11 @@ class Pattern:
     examples: tuple[Example, ...]
     match_line: int
     digest: str
+    family_class: str = DEFAULT
+    priority: int = 0
+    requires: Mapping[str, str] = field(default_factory=dict)
+    waives: frozenset[str] = frozenset()
+    claims: tuple[str, ...] = ()
 
     @property
     def bound(self) -> tuple[str, ...]:
@@ -147,34 +178,11 @@ def load_pattern(path: Path | str) -> Pattern:
     Raises:
         PatternError: naming file, line and key, with the nearest valid spelling.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PatternError(
-            f"{path} cannot be read", expected="a UTF-8 text file", found=str(error), remedy="check the file"
-        ) from error
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        line = re.search(r"line (\d+)", str(error))
-        raise PatternError(
-            f"{path} is not TOML",
-            where=f"{path}:{line.group(1)}" if line else str(path),
-            expected="TOML 1.0",
-            found=str(error),
-            remedy="check the quotes; the match block stands between ''' and '''",
-        ) from error
-    return _Reader(path, text, document).pattern()
+    return _Reader.read(Path(path)).pattern()
 
 
-class _Reader:
-    """Checks one document; every complaint carries the line of the key that it is about."""
-
-    def __init__(self, path: Path, text: str, document: dict[str, Any]) -> None:
-        self.path, self.text, self.document = path, text, document
-        # The table that is being read, and which one of several of that name: its keys are looked for inside it.
-        self.section, self.section_number = "", 0
+class _Reader(Document):
+    """Checks one pattern file."""
 
     def pattern(self) -> Pattern:
         document = self.document
@@ -211,75 +219,59 @@ class _Reader:
             examples=self.examples(),
             match_line=self.match_line(),
             digest=json_digest({key: value for key, value in document.items() if key != "example"}),
+            family_class=self.family_class(),
+            priority=self.typed("priority", int) if "priority" in document else 0,
+            requires=self.requirements(),
+            waives=frozenset(self.waivers()),
+            claims=self.claims(equations),
         )
 
-    def error(self, what: str, key: str, expected: str, found: str, line: int | None = None) -> PatternError:
-        number = line if line is not None else self.line_of(key)
-        return PatternError(
-            what,
-            where=f"{self.path}:{number}" if number else str(self.path),
-            expected=expected,
-            found=found,
-            remedy="docs/patterns.md lists every key and construct",
-            path=self.path,
-            key=key,
-        )
+    def family_class(self) -> str:
+        found: str = self.typed("class", str) if "class" in self.document else DEFAULT
+        if found not in FAMILY_CLASSES:
+            raise self.error(
+                f"`class` is unknown{nearest(found, FAMILY_CLASSES)}", "class", ", ".join(FAMILY_CLASSES), found
+            )
+        return found
 
-    def line_of(self, key: str) -> int:
-        """The line of a key in the table that is being read, or of that table's header; 1 where there is neither."""
-        start, stop = self._span()
-        found = (
-            re.compile(rf"^[ \t]*{re.escape(key)}[ \t]*=", re.MULTILINE).search(self.text, start, stop) if key else None
-        )
-        if found is None and not self.section and key:
-            found = re.search(rf"^[ \t]*\[+[ \t]*{re.escape(key)}[ \t]*\]+", self.text, re.MULTILINE)
-        position = found.end() if found is not None else start
-        return self.text.count("\n", 0, position) + 1
-
-    def _span(self) -> tuple[int, int]:
-        """Where the table that is being read stands in the text, its header included."""
-        headers = list(re.finditer(r"^[ \t]*\[+[ \t]*([\w.-]+)[ \t]*\]+[ \t]*(?:#.*)?$", self.text, re.MULTILINE))
-        if not self.section:
-            return 0, headers[0].start() if headers else len(self.text)
-        own = [i for i, header in enumerate(headers) if header.group(1) == self.section]
-        if len(own) <= self.section_number:
-            return 0, len(self.text)
-        first = own[self.section_number]
-        return headers[first].start(), headers[first + 1].start() if first + 1 < len(headers) else len(self.text)
-
-    @contextmanager
-    def within(self, section: str, number: int = 0) -> Iterator[None]:
-        """While a table is read: its keys are looked for inside it."""
-        before = self.section, self.section_number
-        self.section, self.section_number = section, number
-        try:
-            yield
-        finally:
-            self.section, self.section_number = before
-
-    def known_keys(self, table: Mapping[str, Any], known: tuple[str, ...], owner: str) -> None:
-        for key in table:
-            if key not in known:
+    def requirements(self) -> Mapping[str, str]:
+        table: dict[str, str] = self.typed("requires", dict) if "requires" in self.document else {}
+        for setting, value in table.items():
+            if value not in REQUIREMENTS.get(setting, ()):
+                known = [f'{name} = "{option}"' for name, options in REQUIREMENTS.items() for option in options]
                 raise self.error(
-                    f"unknown key `{key}`{nearest(key, known)}", key, f"{owner} has {', '.join(known)}", key
+                    f"`requires` names no setting of a trace{nearest(setting, set(REQUIREMENTS))}",
+                    "requires",
+                    " or ".join(known),
+                    f"{setting} = {value!r}",
                 )
+        return table
 
-    def typed(self, key: str, kind: type, table: Mapping[str, Any] | None = None) -> Any:
-        value = (self.document if table is None else table).get(key)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            found = "nothing" if value is None else f"{type(value).__name__} {value!r}"
-            raise self.error(f"`{key}` has the wrong type", key, kind.__name__, found)
-        return value
+    def waivers(self) -> list[str]:
+        waived = self.strings("waives")
+        for test in waived:
+            if test not in WAIVABLE:
+                raise self.error(f"`{test}` cannot be waived", "waives", ", ".join(WAIVABLE), test)
+        if waived and self.family_class() == DEFAULT:
+            raise self.error(
+                "a default family passes every structural test",
+                "waives",
+                f'class = "{OPT_IN}", "{REPORT_ONLY}" or "{DETECT_ONLY}"',
+                f'class = "{DEFAULT}"',
+            )
+        return waived
 
-    def table(self, key: str) -> dict[str, Any]:
-        value: dict[str, Any] = self.typed(key, dict)
-        return value
-
-    def strings(self, key: str, table: Mapping[str, Any] | None = None) -> list[str]:
-        value = (self.document if table is None else table).get(key, [])
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(f"`{key}` has the wrong type", key, "a list of strings", repr(value))
-        return value
+    def claims(self, equations: Mapping[str, Term]) -> tuple[str, ...]:
+        claimed = self.strings("claims")
+        for name in claimed:
+            if name not in equations:
+                raise self.error(
+                    f"`claims` speaks of `{name}`, which `match` does not define{nearest(name, set(equations))}",
+                    "claims",
+                    ", ".join(equations),
+                    name,
+                )
+        return tuple(claimed)
 
     def equations(self) -> dict[str, Term]:
         try:
@@ -358,19 +350,25 @@ class _Reader:
                 )
             with self.within("shape"):
                 self.check_bound(name, shapes, roles)
-        low, high = self.bounds(table)
+        bound = ("coefficient", *coupled)
+        ranges = {name: self.bounds(value) for name, value in self.by_capture("range", table, bound)}
+        neutrals = {name: self.number("neutral", value) for name, value in self.by_capture("neutral", table, bound)}
+        domains = dict(self.by_capture("domain", table, bound))
+        for domain in domains.values():
+            if domain not in DOMAINS:
+                raise self.error(
+                    f"`domain` is unknown{nearest(str(domain), DOMAINS)}", "domain", ", ".join(DOMAINS), str(domain)
+                )
+        low, high = ranges.pop("coefficient", (None, None))
         sums = table.get("sums_to")
         if sums is not None and not (
             isinstance(sums, dict) and sums.get("axis") in roles and isinstance(sums.get("value"), int | float)
         ):
             raise self.error("`sums_to` cannot be read", "sums_to", 'sums_to = { axis = "k", value = 1.0 }', str(sums))
-        neutral = table.get("neutral")
-        if neutral is not None and (isinstance(neutral, bool) or not isinstance(neutral, int | float)):
-            raise self.error("`neutral` has the wrong type", "neutral", "a number", repr(neutral))
         return Intervene(
             axes=roles,
             acts=acts,
-            neutral=None if neutral is None else float(neutral),
+            neutral=neutrals.pop("coefficient", None),
             low=low,
             high=high,
             simplex_axis=sums["axis"] if sums else None,
@@ -378,12 +376,33 @@ class _Reader:
             coupled=coupled,
             optional=optional,
             taps=taps,
+            ranges=ranges,
+            neutrals=neutrals,
+            domains=domains,
         )
 
-    def bounds(self, table: Mapping[str, Any]) -> tuple[float | None, float | None]:
-        value = table.get("range")
+    def by_capture(self, key: str, table: Mapping[str, Any], bound: tuple[str, ...]) -> list[tuple[str, Any]]:
+        """What a key says, by bound capture: a value of its own is the coefficient's."""
+        value = table.get(key)
         if value is None:
-            return None, None
+            return []
+        found = value if isinstance(value, dict) else {"coefficient": value}
+        for name in found:
+            if name not in bound:
+                raise self.error(
+                    f"`{key}` speaks of `{name}`, which is not bound{nearest(name, set(bound))}",
+                    key,
+                    ", ".join(bound),
+                    name,
+                )
+        return list(found.items())
+
+    def number(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(f"`{key}` has the wrong type", key, "a number", repr(value))
+        return float(value)
+
+    def bounds(self, value: Any) -> tuple[float, float]:
         if not (isinstance(value, list) and len(value) == 2 and all(isinstance(v, int | float) for v in value)):
             raise self.error("`range` cannot be read", "range", "range = [0.0, 1.0]; inf is a number", str(value))
         return float(value[0]), float(value[1])

@@ -17,6 +17,8 @@ from torch.fx import Node
 
 from fxaudit import axes, ops
 from fxaudit.controllers import language
+from fxaudit.controllers.anchors import Plan
+from fxaudit.controllers.anchors import plan as make_plan
 from fxaudit.controllers.graphs import Dataflow
 from fxaudit.controllers.language import Anything, Chain, Either, Fold, Item, Literal, Name, Op, Region, Term
 from fxaudit.controllers.pattern import Pattern
@@ -24,6 +26,8 @@ from fxaudit.errors import PatternError
 
 # Visits that one anchor may take. The shipped patterns need fewer than a hundred; what needs more is ambiguous.
 BUDGET = 10_000
+# Nodes that the search for an equation that the apply site does not reach may look at.
+FORWARD_REACH = 256
 
 Bindings = Mapping[str, Any]
 
@@ -55,9 +59,10 @@ class Failure:
 class Unifier:
     """Unification from one anchor."""
 
-    def __init__(self, pattern: Pattern, dataflow: Dataflow, anchor: Node) -> None:
+    def __init__(self, pattern: Pattern, dataflow: Dataflow, anchor: Node, plan: Plan | None = None) -> None:
         self.pattern, self.dataflow, self.anchor = pattern, dataflow, anchor
         self.equations = pattern.equations
+        self.plan = plan or make_plan(pattern, dataflow)
         self.visits = 0
         self.failure: Failure | None = None
 
@@ -70,10 +75,11 @@ class Unifier:
         self, bindings: Bindings, node: Node | None, line: int, template: str, *values: Any, depth: int = 0
     ) -> None:
         """Keep this failure if it is deeper than the deepest so far; `depth` counts tests passed after unification."""
-        names = tuple(name for name in bindings if not name.startswith("#"))
-        progress = (len(names) + depth, bindings.get(DEPTH, 0))
+        names = len(bindings) - (DEPTH in bindings) - (OVERS in bindings)
+        progress = (names + depth, bindings.get(DEPTH, 0))
         if self.failure is None or progress > self.failure.progress:
-            self.failure = Failure(progress, node, line, template, values, names)
+            bound = tuple(name for name in bindings if not name.startswith("#"))
+            self.failure = Failure(progress, node, line, template, values, bound)
 
     def unify(self, term: Term, node: Any, bindings: Bindings) -> Iterator[Bindings]:
         """Every way in which `node` is what `term` describes, as extended bindings.
@@ -90,8 +96,8 @@ class Unifier:
                     yield bindings
             case Name(name=name):
                 yield from self._name(term, name, node, bindings)
-            case Either(options=options):
-                for option in options:
+            case Either():
+                for option in self.plan.options[term]:
                     yield from self.unify(option, node, bindings)
             case _ if not isinstance(node, Node):
                 return
@@ -123,7 +129,7 @@ class Unifier:
             )
 
     def _is_any(self, node: Node, names: tuple[str, ...]) -> bool:
-        return any(self.dataflow.is_a(node, name) for name in names)
+        return not self.dataflow.kinds(node).isdisjoint(names)
 
     def _name(self, term: Term, name: str, node: Any, bindings: Bindings) -> Iterator[Bindings]:
         if not isinstance(node, Node):
@@ -184,8 +190,39 @@ class Unifier:
             yield bindings
             return
         (term, node), *rest = pairs
+        if isinstance(node, Node) and self._is_rejected(term, node):
+            self._reject(term, node, bindings)
+            return
         for extended in self.unify(term, node, bindings):
             yield from self._all(rest, extended)
+
+    def _is_rejected(self, term: Term, node: Node) -> bool:
+        """Whether a node is of none of the kinds that a term's node may have: known without unifying anything."""
+        roots = self.plan.roots[term]
+        return roots is not None and roots.isdisjoint(self.dataflow.kinds(node))
+
+    def _reject(self, term: Term, node: Node, bindings: Bindings) -> None:
+        match term:
+            case Name(name=name) if name in bindings:
+                self.fail(bindings, node, term.line, "`{}` is {}, cannot also be {}", name, bindings[name], node)
+            case Name(name=name):
+                self._reject(self.equations[name], node, bindings)
+            case Either(options=options):
+                self._reject(options[0], node, bindings)
+            case Item(index=index):
+                template = "expected output [{}] of a multi-output op, found {}"
+                self.fail(bindings, node, term.line, template, index, node)
+            case Op(names=names):
+                self.fail(bindings, node, term.line, "expected {}, found {}", " | ".join(names), node)
+            case Fold(names=names):
+                template = "expected the root of a fold of {}, found {}"
+                self.fail(bindings, node, term.line, template, " | ".join(names), node)
+            case Chain(names=names, least=least, source=source):
+                if least == 0:
+                    self._reject(source, node, bindings)
+                else:
+                    template = "expected a chain of {}, broken by {}"
+                    self.fail(bindings, node, term.line, template, " | ".join(names), node)
 
     def _chain(self, term: Chain, node: Node, bindings: Bindings) -> Iterator[Bindings]:
         # Maximal munch: every end of a walk of `least` to `most` members, the farthest first.
@@ -306,7 +343,7 @@ class Unifier:
         return [name for name in names if name not in settled and (name in needed or name not in reached)]
 
     def _forward(self, bindings: Bindings, pending: list[str]) -> Iterator[Bindings]:
-        """Unify the pending equations on the users, behind any layout, of what they mention.
+        """Unify the pending equations on what is computed from what they mention.
 
         An equation that mentions an optional capture may hold nowhere.
         """
@@ -316,9 +353,9 @@ class Unifier:
         known = {name for name, node in bindings.items() if isinstance(node, Node)}
         name = next((n for n in pending if language.names_in(self.equations[n]) & known), pending[0])
         term = self.equations[name]
-        mentioned = [bindings[n] for n in sorted(language.names_in(term) & known)]
+        mentioned = [bindings[n] for n in sorted(self._mentioned_by(name) & known)]
         found = False
-        for candidate in self._users(mentioned):
+        for candidate in self._downstream(mentioned, self.plan.roots[term]):
             for extended in self.unify(Name(term.line, name), candidate, bindings):
                 found = True
                 yield from self._forward(extended, self._open(pending, name, extended))
@@ -329,16 +366,18 @@ class Unifier:
                 bindings, mentioned[0] if mentioned else self.anchor, term.line, "nothing in the graph is `{}`", name
             )
 
-    def _users(self, nodes: Sequence[Node]) -> Iterator[Node]:
-        """The nodes that read `nodes`, directly or in another layout, the nearest first."""
-        queue = deque((user, 0) for node in nodes for user in node.users)
-        seen = {user for user, _ in queue}
-        while queue:
-            user, steps = queue.popleft()
-            yield user
-            if steps < language.CHAIN_MOST and self.dataflow.is_a(user, "layout"):
-                queue.extend((further, steps + 1) for further in user.users if further not in seen)
-                seen.update(user.users)
+    def _downstream(self, known: list[Node], kinds: frozenset[str] | None) -> Iterator[Node]:
+        """Nodes that are computed from those that are known and are of one of `kinds`, the nearest first."""
+        seen, queue = set(known), deque(known)
+        while queue and len(seen) <= FORWARD_REACH + len(known):
+            for user in queue.popleft().users:
+                if user not in seen:
+                    seen.add(user)
+                    queue.append(user)
+                    if user.op == "call_function" and (
+                        kinds is None or not kinds.isdisjoint(self.dataflow.kinds(user))
+                    ):
+                        yield user
 
 
 def _is_read_once(node: Node) -> bool:

@@ -47,7 +47,7 @@ def trace(report: TraceReport) -> dict[str, Any]:
         "fidelity": _comparisons(traced.fidelity),
         "identity": identity(report.identity),
         "counts": matched.counts,
-        "other": {},
+        "other": matched.other,
         "controllers": [_controller(controller, traced) for controller in matched.controllers],
         "near_misses": _near_misses(matched),
         "findings": [finding(found) for found in report.findings],
@@ -111,6 +111,8 @@ def _controller(controller: Controller, traced: TracedModel) -> dict[str, Any]:
     return {
         "id": controller.id,
         "pattern": controller.pattern,
+        "class": controller.family_class,
+        "discrete": controller.is_discrete,
         "module": controller.module,
         "call": controller.call,
         "coefficients": [_coefficient(c, traced) for c in controller.coefficients],

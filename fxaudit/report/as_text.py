@@ -40,6 +40,8 @@ def trace(report: TraceReport, console: Console) -> None:
         _line(console, "identity", _exactness(report.identity, "frozen equal to live"))
     counts = {name: count for name, count in matched.counts.items() if count}
     _line(console, "controllers", ", ".join(f"{n} {name}" for name, n in counts.items()) or "none")
+    if other := ", ".join(f"{n} {name}" for name, n in matched.other.items() if n):
+        _line(console, "other", other)
     if matched.controllers:
         console.print(_controllers(matched.controllers, traced))
     else:
@@ -192,9 +194,12 @@ def export(described: dict[str, Any], console: Console) -> None:
 
 
 def pattern_list(patterns: list[Pattern], console: Console) -> None:
-    width = max(len(pattern.name) for pattern in patterns)
+    names, classes = (
+        max(map(len, column)) for column in zip(*((p.name, p.family_class) for p in patterns), strict=True)
+    )
     for pattern in patterns:
-        console.print(Text(f"{pattern.name:<{width}}", style="bold") + Text(f"  {pattern.summary}"), soft_wrap=True)
+        label = Text(f"{pattern.name:<{names}}", style="bold") + Text(f"  {pattern.family_class:<{classes}}")
+        console.print(label + Text(f"  {pattern.summary}"), soft_wrap=True)
 
 
 def outcome(pattern: Pattern, result: Outcome, console: Console) -> None:

@@ -76,12 +76,14 @@ SHAPE = {"coefficient": "batch feature"}
 AXES = {"batch": "sample", "feature": "unit", "token": "position", "k": "slot"}
 
 
-def pattern_text(match, *, name="family", shape=SHAPE, where=(), exclude=(), axes=AXES, intervene="", examples=""):
+def pattern_text(
+    match, *, name="family", shape=SHAPE, where=(), exclude=(), axes=AXES, head="", intervene="", examples=""
+):
     """A pattern file, whole but for what a test is about."""
     shapes = "\n".join(f'{key} = "{value}"' for key, value in shape.items())
     roles = ", ".join(f'{axis} = "{role}"' for axis, role in axes.items())
     return (
-        f'schema  = 1\nname    = "{name}"\nsummary = "A family."\n'
+        f'schema  = 1\nname    = "{name}"\nsummary = "A family."\n{head}\n'
         f"match = '''\n{match.strip()}\n'''\n"
         f"where   = {_toml_list(where)}\nexclude = {_toml_list(exclude)}\n"
         f"[shape]\n{shapes}\n"

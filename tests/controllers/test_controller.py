@@ -11,7 +11,7 @@ from fxaudit.controllers.pattern import load_patterns
 
 from .build import pattern, traced
 
-LIBRARY = load_patterns()
+LIBRARY = [chosen for chosen in load_patterns() if chosen.family_class == "default"]
 
 
 def built(module, *inputs, patterns=LIBRARY):

@@ -158,7 +158,7 @@ def test_over_reads_the_output_size_of_adaptive_pooling(size, same):
         ("coefficient = sigmoid(chain(norm)(input))\napply = value * coefficient", "norm"),
         ("hidden = tanh(input)\ncoefficient = sigmoid(hidden)\napply = value * coefficient", "tanh"),
         ("coefficient = sigmoid(topk(input)[0])\napply = value * coefficient", "topk"),
-        ("coefficient = tanh(input) | cos(input)\napply = value * coefficient", "cos | tanh"),
+        ("coefficient = tanh(input) | cos(input)\napply = value * coefficient", "tanh | cos"),
         ("coefficient = sigmoid(input)\napply = fold(sub)(value * coefficient)", "sub"),
     ],
 )

@@ -12,7 +12,7 @@ from fxaudit.controllers.pattern import load_patterns
 
 from .build import Build, pattern, traced
 
-LIBRARY = load_patterns()
+LIBRARY = [chosen for chosen in load_patterns() if chosen.family_class == "default"]
 
 
 class Written(nn.Module):
@@ -28,7 +28,9 @@ class Written(nn.Module):
         self.scale, self.shift = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
         self.map_scale = nn.Parameter(torch.randn(1, 8, 1, 1))
         self.beta = nn.Parameter(torch.tensor(1.5))
-        self.side = nn.Linear(8, 8)
+        self.side, self.score = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.pair_bias, self.kernel = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("coordinates", torch.randn(6, 8))
 
     def forward(self, x):
         return self.after(self.function(self, self.before(x)))
@@ -70,6 +72,35 @@ def attention(m, x):
     return weights @ x
 
 
+def head_norm(m, x):
+    heads = m.side(x).unflatten(-1, (2, 4))
+    centred = heads - heads.mean(-1, keepdim=True)
+    return (centred * torch.rsqrt(heads.var(-1, keepdim=True, unbiased=False) + 1e-6)).flatten(-2)
+
+
+def matched_magnitudes(m, x):
+    other = m.side(x)
+    wanted = x.pow(2).mean(-1, keepdim=True).sqrt()
+    return other * (wanted / other.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(1e-6))
+
+
+def halves(m, x):
+    return torch.cat([m.side(x), x], -1).chunk(2, -1)
+
+
+def masked_attention(m, x):
+    mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
+    return torch.softmax(x @ m.side(x).transpose(1, 2) / 8**0.5 + mask, -1) @ x
+
+
+def capped_attention(m, x):
+    return torch.softmax(20 * torch.tanh(x @ m.side(x).transpose(1, 2) / 20), -1) @ x
+
+
+def biased_attention(m, x):
+    return torch.softmax(torch.einsum("bqd,bkd->bqk", m.side(x), x) + m.pair_bias, -1) @ x
+
+
 def masked(_, x):
     keep = torch.tril(torch.ones(x.shape[1], x.shape[1])).sum(-1, keepdim=True)
     return x * (keep > 0) * (x > 0)
@@ -105,6 +136,26 @@ LOOK_ALIKES = {
     "a causal mask": ("sequence", masked),
     "a padding mask": ("sequence", padded),
     "dropout": ("sequence", lambda m, x: F.dropout(x, 0.5, training=False)),
+    "l2 norm": ("sequence", lambda m, x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-6)),
+    "l2 norm, multiplied": ("sequence", lambda m, x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)),
+    "norm of each head": ("sequence", head_norm),
+    "norm of another projection": ("sequence", lambda m, x: m.side(x) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6)),
+    "matched magnitudes": ("sequence", matched_magnitudes),
+    "global response norm after GELU": ("sequence", lambda m, x: response_norm(m, F.gelu(m.side(x)))),
+    "dynamic tanh": ("sequence", lambda m, x: torch.tanh(m.beta * x) * m.scale + m.shift),
+    "snake": ("sequence", lambda m, x: x + torch.sin(m.beta * x).pow(2) / m.beta),
+    "PReLU": ("sequence", lambda m, x: F.relu(x) + m.scale * torch.minimum(x, torch.zeros(()))),
+    "hard swish with a clamp": ("sequence", lambda m, x: x * torch.clamp(x + 3, 0, 6) / 6),
+    "GELU with erf": ("sequence", lambda m, x: x * 0.5 * (1 + torch.erf(x / 2**0.5))),
+    "swish of one half of a split": ("sequence", lambda m, x: (lambda a, b: a * torch.sigmoid(a) + b)(*halves(m, x))),
+    "attention with a mask": ("sequence", masked_attention),
+    "attention with a soft cap": ("sequence", capped_attention),
+    "attention with a learned bias": ("sequence", biased_attention),
+    "pooling by attention": ("sequence", lambda m, x: x + (torch.softmax(m.score(x), 1) * x).sum(1, keepdim=True)),
+    "a residual scaled by tanh of a parameter": ("sequence", lambda m, x: x + torch.tanh(m.beta) * m.side(x)),
+    "a bias over coordinates": ("sequence", lambda m, x: x * 16 * torch.sigmoid(m.side(m.coordinates))),
+    "a static hypernetwork": ("sequence", lambda m, x: F.linear(x, m.side(m.kernel))),
+    "a floating-point mask of the tokens": ("sequence", lambda m, x: m.side(x) * (m.score(x) > 0).to(x.dtype)),
 }
 
 
@@ -167,35 +218,25 @@ def test_each_look_alike_is_found_in_the_trace_by_its_own_name(look_alikes):
     assert {part_of(node) for node in look_alikes.graph.nodes} - {""} == set(map(key, LOOK_ALIKES))
 
 
-# A pattern that takes any pointwise result for a coefficient: only the structural tests stand in its way.
-ANYTHING = pattern(
-    "coefficient = pointwise(_)\napply = coefficient * value",
-    shape={"coefficient": "batch a b c | batch a b"},
-    axes={"batch": "sample", "a": "unit", "b": "unit", "c": "unit"},
-)
+# A pattern that takes any elementwise result or softmax for a coefficient, and any product for an apply site: only the
+# structural tests stand in its way.
+MATCH = """
+coefficient = (pointwise | softmax)(_)
+apply       = coefficient * value | matmul(coefficient, value) | coefficient / value
+"""
+SHAPES = {"coefficient": "batch a b c | batch a b | batch position position_2 | batch position feature"}
+ROLES = {"batch": "sample", "a": "position", "b": "unit", "c": "unit", "position": "position", "position_2": "position"}
+ANYTHING = pattern(MATCH, shape=SHAPES, axes={**ROLES, "feature": "unit"})
+ANY_FACTOR = pattern(MATCH, shape=SHAPES, axes={**ROLES, "feature": "unit"}, head='class = "opt-in"\nwaives = ["T4"]')
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "SiLU",
-        "SiLU on a map",
-        "hard swish",
-        "hard swish with a hard sigmoid",
-        "quick GELU",
-        "GELU with tanh",
-        "Mish",
-        "swish with a learned beta",
-        "swish with a learned beta for each feature",
-        "softcap",
-    ],
-)
-def test_the_structural_tests_alone_refuse_a_function_of_the_value_itself(of_anything, name):
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_the_structural_tests_alone_refuse_a_look_alike(of_anything, name):
     assert [c.coefficients[0].node.name for c in of_anything.get(key(name), [])] == []
 
 
-def test_the_pattern_that_takes_anything_does_find_a_gated_linear_unit(of_anything):
-    assert len(of_anything[key("GLU with GELU")]) == 1
+def test_without_the_fourth_test_a_gated_linear_unit_is_found(look_alikes):
+    assert len(controllers([ANY_FACTOR], look_alikes)[key("GLU with GELU")]) == 1
 
 
 class Gate(nn.Module):
@@ -324,10 +365,131 @@ def test_the_same_half_of_a_split_does_not_count_as_learned():
 
 
 def test_a_value_that_is_a_parameter_may_be_gated():
+    build = Build()
+    x = build.input(2, 4)
+    gate = build("sigmoid", build.linear(x, 1))
+    apply = build.mul(build.parameter(2, 4), gate)
+    assert structure.refusal(build.dataflow(build.add(x, apply)), gate, apply) is None
+
+
+def test_data_that_a_parameter_scales_is_refused():
+    build = Build()
+    x = build.input(2, 4)
+    data = build("tanh", build.linear(x, 4))
+    apply = build.mul(data, build.parameter(4))
+    found = structure.refusal(build.dataflow(build.add(x, apply)), data, apply)
+    assert found == "`coefficient` is the data, scaled by a constant (T4)"
+
+
+def test_a_constant_scale_of_an_output_is_refused():
     def make(build):
-        return build("sigmoid", build.linear(build.input(2, 4), 4)), build.parameter(2, 4)
+        return build("sigmoid", build.linear(build.input(2, 4), 1)), build.parameter(2, 4)
+
+    assert refusal(make) == "`coefficient` only scales a model output: an output head (T7)"
+
+
+def test_a_number_is_no_value():
+    build = Build()
+    gate = build("sigmoid", build.linear(build.input(2, 4), 4))
+    apply = build.mul(gate, 30.0)
+    assert "nothing but a scale (T7)" in structure.refusal(build.dataflow(apply), gate, apply)
+
+
+def test_a_gate_whose_result_nothing_reads_is_refused():
+    build = Build()
+    x = build.input(2, 4)
+    gate = build("sigmoid", build.linear(x, 4))
+    apply = build.mul(x, gate)
+    assert "never reaches a model output (T7)" in structure.refusal(build.dataflow(x), gate, apply)
+
+
+def test_an_inverse_of_a_reduction_is_refused_although_other_learned_ops_precede_it():
+    def make(build):
+        x = build.linear(build.input(2, 4), 4)
+        return build("rsqrt", build("mean.dim", x, [-1], True)), build.linear(x, 4)
+
+    assert refusal(make) == "`coefficient` is an inverse or a ratio of reductions, as in a norm (T3)"
+
+
+def test_a_bounded_head_over_a_reduction_is_no_norm():
+    def make(build):
+        x = build.input(2, 4)
+        return build("sigmoid", build("mean.dim", build.linear(x, 4), [-1], True)), x
 
     assert refusal(make) is None
+
+
+def test_an_unbounded_factor_as_wide_as_the_value_is_refused():
+    def make(build):
+        x = build.input(2, 4)
+        return build("relu", build.linear(x, 4)), x
+
+    assert refusal(make) == "`coefficient` is as wide as the value and unbounded: half of a GLU (T4)"
+
+
+def test_an_unbounded_factor_that_is_broadcast_is_narrow():
+    def make(build):
+        x = build.input(2, 4)
+        return build("relu", build.linear(x, 1)), x
+
+    assert refusal(make) is None
+
+
+def test_a_softmax_of_queries_times_keys_is_refused():
+    build = Build()
+    x = build.input(2, 3, 4)
+    scores = build("bmm", build.linear(x, 4), build("transpose.int", build.linear(x, 4), 1, 2))
+    weights = build("softmax.int", build("div.Tensor", scores, 2.0), -1)
+    apply = build("bmm", weights, x)
+    assert "an attention weight (T5)" in structure.refusal(build.dataflow(apply), weights, apply)
+
+
+def test_a_softmax_over_positions_is_refused_and_over_another_axis_is_not():
+    build = Build()
+    x = build.input(2, 3, 4)
+    weights = build("softmax.int", build.linear(x, 4), 1)
+    apply = build.mul(weights, x)
+    flow = build.dataflow(apply)
+    found = [structure.refusal(flow, weights, apply, positions=positions) for positions in ([1], [2])]
+    assert found == ["`coefficient` is a softmax over positions: pooling by attention (T5)", None]
+
+
+def test_a_mask_made_by_a_comparison_is_refused_unless_the_family_selects():
+    build = Build()
+    x = build.input(2, 4)
+    mask = build("to.dtype", build("gt.Scalar", build.linear(x, 4), 0), torch.float32)
+    apply = build.mul(x, mask)
+    flow = build.dataflow(apply)
+    assert "a mask that a comparison made, not a coefficient (T6)" in structure.refusal(flow, mask, apply)
+    assert structure.refusal(flow, mask, apply, selects=True, waives=["T4"]) is None
+
+
+def test_an_input_that_holds_positions_is_no_content():
+    build = Build()
+    positions = build.graph.placeholder("position_ids")
+    positions.meta["val"] = torch.empty(2, 4, device="meta")
+    gate = build("sigmoid", build.linear(positions, 4))
+    apply = build.mul(build.input(2, 4), gate)
+    assert "positions or masks only" in structure.refusal(build.dataflow(apply), gate, apply)
+
+
+def test_what_passed_through_a_choice_is_discrete():
+    build = Build()
+    x = build.input(2, 4)
+    scores = build("softmax.int", build.linear(x, 4), -1)
+    weights = build.item(build("topk", scores, 2), 0)
+    apply = build.mul(build.linear(x, 2), weights)
+    flow = build.dataflow(apply)
+    assert structure.is_discrete(flow, [weights], apply)
+    assert structure.is_discrete(flow, [scores], apply)
+
+
+def test_a_gate_is_not_discrete():
+    build = Build()
+    x = build.input(2, 4)
+    gate = build("sigmoid", build.linear(x, 4))
+    apply = build.mul(x, gate)
+    assert not structure.is_discrete(build.dataflow(apply), [gate], apply)
 
 
 def test_the_coefficient_is_recognised_in_another_layout():
