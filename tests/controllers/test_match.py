@@ -3,12 +3,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxaudit.controllers.anchors import plan
 from fxaudit.controllers.graphs import Dataflow
 from fxaudit.controllers.match import find_matches
 from fxaudit.controllers.pattern import load_patterns
 from fxaudit.errors import PatternError
 
 from .build import Build, matched, pattern, traced
+from .generated import transformer
 
 LIBRARY = {chosen.name: chosen for chosen in load_patterns()}
 
@@ -37,6 +39,11 @@ def gate(build, x=None, value=None):
 
 
 GATE = "coefficient = sigmoid(linear(input))\napply = value * coefficient"
+SEQUENCE = {
+    "shape": {"coefficient": "batch token feature"},
+    "axes": {"batch": "sample", "token": "position", "feature": "unit"},
+}
+SEQUENCE_GATE = pattern(GATE, **SEQUENCE)
 
 
 def find(chosen, build, *outputs):
@@ -194,6 +201,37 @@ def test_a_graph_without_an_anchor_costs_no_visit():
 
 
 # --- cost -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def generated():
+    return {layers: Dataflow(transformer(layers)) for layers in (90, 180, 360)}  # 5,000, 10,000 and 20,000 nodes
+
+
+def test_all_of_the_library_takes_at_most_2_2_times_the_visits_on_twice_the_graph(generated):
+    assert [len(flow.nodes) // 1000 for flow in generated.values()] == [5, 10, 21]
+    visits = [sum(find_matches(p, flow, 2).visits for p in LIBRARY.values()) for flow in generated.values()]
+    assert 0 < visits[1] <= 2.2 * visits[0]
+    assert visits[2] <= 2.2 * visits[1]
+
+
+def test_every_layer_of_a_generated_graph_has_one_gate(generated):
+    found = find_matches(SEQUENCE_GATE, generated[90], 2)
+    assert len({match.coefficient for match in found.matches}) == 90
+
+
+def test_matching_starts_from_the_rarest_op_that_a_pattern_needs(generated):
+    # A layer has eight products. Its sigmoid is read by one of them, that of the angles by four in each layer.
+    assert len(plan(SEQUENCE_GATE, generated[90]).anchors) == 90 + 4 * 90
+    assert len(generated[90].nodes_of("mul")) == 90 * 9
+
+
+def test_a_pattern_without_an_end_stops_at_the_budget_with_its_line_on_a_large_graph(generated):
+    chains = "chain(pointwise | layout | linear, most=99)("
+    hostile = pattern(f"coefficient = {chains * 8}silu(softmax(_)){')' * 8}\napply = value * coefficient", **SEQUENCE)
+    with pytest.raises(PatternError, match="one anchor took more than 10,000 visits") as caught:
+        find_matches(hostile, generated[90], 2)
+    assert "family.toml:6" in caught.value.where
 
 
 @pytest.mark.parametrize("name", LIBRARY)
