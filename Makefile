@@ -39,8 +39,8 @@ example-ocr:  ## audit a third-party classifier with trained squeeze-excite gate
 	    --data examples/ocr_direction/model.py:evaluation --calibration examples/ocr_direction/model.py:calibration \
 	    --margin 0.05 -o ocr-report
 
-bench:  ## what recording and replaying cost, beside forward hooks
-	py="$$(.ci/env)" && PYTHONPATH=. "$$py" benchmarks/replay.py
+bench:  ## what recording, replaying and matching cost, beside their peers
+	py="$$(.ci/env)" && export PYTHONPATH=. && "$$py" benchmarks/replay.py && "$$py" benchmarks/match.py
 
 lint:  ## style, format and types, changing nothing
 	$(RUN) ruff check .

@@ -20,10 +20,14 @@ from fxaudit.controllers.anchors import plan
 from fxaudit.controllers.graphs import Dataflow, exclusive_cone
 from fxaudit.controllers.language import Name, Op, Term
 from fxaudit.controllers.pattern import Pattern
-from fxaudit.controllers.unify import OVERS, Bindings, Failure, Unifier, describe
+from fxaudit.controllers.unify import BUDGET, OVERS, Bindings, Failure, Unifier, describe
+from fxaudit.errors import PatternError
 
 # Near misses that are kept of one pattern, the best ones.
 NEAR_MISSES = 100
+
+# Visits that a pattern may take in all, for each node of the graph. The shipped patterns need fewer than ten.
+GRAPH_BUDGET = 50
 
 AxisNames = tuple[tuple[str, ...], ...]
 
@@ -114,6 +118,14 @@ def find_matches(pattern: Pattern, dataflow: Dataflow, sample: Size | None) -> M
         unifier = Unifier(pattern, dataflow, anchor, chosen)
         found = next(filter(None, (_verdict(unifier, reading, sample) for reading in unifier.readings())), None)
         visits += unifier.visits
+        if visits > BUDGET + GRAPH_BUDGET * len(dataflow.nodes):
+            raise PatternError(
+                f"`{pattern.name}` is too ambiguous: it took {visits:,} visits of {len(dataflow.nodes):,} nodes",
+                where=str(pattern.path),
+                expected=f"at most {GRAPH_BUDGET} visits for each node of the graph",
+                found=f"{len(chosen.anchors):,} anchors, of which many take hundreds of visits",
+                remedy="name what lies between with narrower classes, or lower `most=`",
+            )
         if found is not None:
             matches.append(found)
         elif unifier.failure is not None:

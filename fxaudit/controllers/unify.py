@@ -26,6 +26,8 @@ from fxaudit.errors import PatternError
 
 # Visits that one anchor may take. The shipped patterns need fewer than a hundred; what needs more is ambiguous.
 BUDGET = 10_000
+# Nodes that closures may look at, and readings that may be judged, for one anchor.
+STEPS, READINGS = 20 * BUDGET, 500
 # Nodes that the search for an equation that the apply site does not reach may look at.
 FORWARD_REACH = 256
 
@@ -64,12 +66,18 @@ class Unifier:
         self.equations = pattern.equations
         self.plan = plan or make_plan(pattern, dataflow)
         self.visits = 0
+        self.steps = 0
         self.failure: Failure | None = None
 
     def readings(self) -> Iterator[Bindings]:
         """Every way to read the anchor as `apply` such that all equations that the pattern needs hold."""
+        count = 0
         for bindings in self.unify(Name(0, "apply"), self.anchor, {}):
-            yield from self._forward(bindings, self._pending(bindings))
+            for reading in self._forward(bindings, self._pending(bindings)):
+                count += 1
+                if count > READINGS:
+                    raise self._too_ambiguous(self.equations["apply"], f"{READINGS:,} readings")
+                yield reading
 
     def fail(
         self, bindings: Bindings, node: Node | None, line: int, template: str, *values: Any, depth: int = 0
@@ -120,13 +128,21 @@ class Unifier:
     def _visit(self, term: Term) -> None:
         self.visits += 1
         if self.visits > BUDGET:
-            raise PatternError(
-                f"`{self.pattern.name}` is too ambiguous: one anchor took more than {BUDGET:,} visits",
-                where=f"{self.pattern.where_in_file(term.line)}\n{ops.source_line(self.anchor)}".strip(),
-                expected="few ways to read each equation",
-                found=f"anchor `{self.anchor}` was still open",
-                remedy="name what lies between with narrower classes, or lower `most=`",
-            )
+            raise self._too_ambiguous(term, f"{BUDGET:,} visits")
+
+    def _step(self, term: Term) -> None:
+        self.steps += 1
+        if self.steps > STEPS:
+            raise self._too_ambiguous(term, f"{STEPS:,} steps along its closures")
+
+    def _too_ambiguous(self, term: Term, spent: str) -> PatternError:
+        return PatternError(
+            f"`{self.pattern.name}` is too ambiguous: one anchor took more than {spent}",
+            where=f"{self.pattern.where_in_file(term.line)}\n{ops.source_line(self.anchor)}".strip(),
+            expected="few ways to read each equation",
+            found=f"anchor `{self.anchor}` was still open",
+            remedy="name what lies between with narrower classes, or lower `most=`",
+        )
 
     def _is_any(self, node: Node, names: tuple[str, ...]) -> bool:
         return not self.dataflow.kinds(node).isdisjoint(names)
@@ -230,6 +246,7 @@ class Unifier:
         ends: list[tuple[int, Node]] = []
         queue = deque([(node, 0)])
         while queue:
+            self._step(term)
             current, depth = queue.popleft()
             if depth >= term.least:
                 ends.append((depth, current))
@@ -249,6 +266,7 @@ class Unifier:
         border: list[Node] = []
         queue = [node]
         while queue:
+            self._step(term)
             current = queue.pop()
             if current in seen:
                 continue

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxaudit.controllers import match, unify
 from fxaudit.controllers.anchors import plan
 from fxaudit.controllers.graphs import Dataflow
 from fxaudit.controllers.match import find_matches
@@ -232,6 +233,28 @@ def test_a_pattern_without_an_end_stops_at_the_budget_with_its_line_on_a_large_g
     with pytest.raises(PatternError, match="one anchor took more than 10,000 visits") as caught:
         find_matches(hostile, generated[90], 2)
     assert "family.toml:6" in caught.value.where
+
+
+def test_a_pattern_that_takes_many_visits_everywhere_stops_at_the_budget_of_the_graph(generated, monkeypatch):
+    monkeypatch.setattr(match, "GRAPH_BUDGET", 0)
+    monkeypatch.setattr(match, "BUDGET", 100)
+    with pytest.raises(PatternError, match=r"is too ambiguous: it took 1\d\d visits of 5,314 nodes"):
+        find_matches(SEQUENCE_GATE, generated[90], 2)
+
+
+def test_a_pattern_with_too_many_readings_of_one_anchor_is_an_error(monkeypatch):
+    monkeypatch.setattr(unify, "READINGS", 2)
+    build = Build()
+    x = build.linear(build.input(2, 4), 4)
+    for _ in range(5):
+        x = build("cos", x)
+    node = build.mul(build("sigmoid", x), build.input(2, 4))
+    with pytest.raises(PatternError, match="one anchor took more than 2 readings"):
+        find(
+            pattern("coefficient = sigmoid(chain(cos)(_))\napply = value * coefficient", where=["rank(value) == 9"]),
+            build,
+            node,
+        )
 
 
 @pytest.mark.parametrize("name", LIBRARY)
