@@ -152,7 +152,7 @@ def build_controllers(
         (_is_audited(c, group[0].pattern.name, enabled), c, group) for c, group in zip(classes, kept, strict=True)
     ]
     standing.sort(key=lambda row: (not row[0], dataflow.order[row[2][0].coefficient]))
-    places = [_place(dataflow, exclusive_cone(group[0].bound), group[0].coefficient) for *_, group in standing]
+    places = [place_of(dataflow, exclusive_cone(group[0].bound), group[0].coefficient) for *_, group in standing]
     controllers = tuple(
         _controller(identifier, place, group, dataflow, family_class, audited)
         for identifier, place, (audited, family_class, group) in zip(_unique_ids(places), places, standing, strict=True)
@@ -192,7 +192,7 @@ def _union(sets: Mapping[Node, int], nodes: Iterable[Node]) -> int:
     return found
 
 
-def _place(dataflow: Dataflow, cone: set[Node], coefficient: Node) -> tuple[str, int]:
+def place_of(dataflow: Dataflow, cone: set[Node], coefficient: Node) -> tuple[str, int]:
     """The deepest module call that holds every learned op of a cone; that of the coefficient when it has none."""
     learned = [node for node in cone if dataflow.is_learned_op(node)] or [coefficient]
     paths = [ops.module_path(node) for node in learned]
