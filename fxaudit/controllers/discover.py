@@ -31,7 +31,10 @@ from fxaudit.controllers.graphs import Dataflow, count_parameters, exclusive_con
 
 # A tensor that mixes more learned ops than this is the main path, not a coefficient.
 _MOST_ROOTS = 4
-_BOUNDING = ops.CLASSES["squash"] | frozenset("log_sigmoid logsigmoid clamp hardtanh relu6 topk argmax".split())
+_BOUNDING = ops.CLASSES["squash"] | frozenset("exp log_sigmoid log_sigmoid_forward topk argmax".split())
+_CONTRACTIONS = ops.CLASSES["matmul"] | {"baddbmm", "scaled_dot_product_attention"}
+_CLAMPS = frozenset(["clamp", "hardtanh", "clamp_min", "clamp_max"])
+_STATISTICS = frozenset("pow sqrt rsqrt reciprocal var std linalg_vector_norm norm".split())
 _CONVOLUTIONS = frozenset("conv1d conv2d conv3d convolution".split())
 _SELECTORS = frozenset("index index_select gather take_along_dim embedding scatter scatter_add index_add".split())
 
@@ -83,7 +86,8 @@ def discover(
     for node in dataflow.nodes:
         if node.op == "call_function" and dataflow.is_dynamic(node) and paths.is_read_by_learned_op(node):
             for site in _sites(node, paths):
-                by_anchor.setdefault(site.anchor, []).append(site)
+                for one in _parts(site, paths):
+                    by_anchor.setdefault(one.anchor, []).append(one)
     found = [
         _candidate(coefficients, sites, paths, sample)
         for sites in by_anchor.values()
@@ -119,6 +123,7 @@ def _products(node: Node, paths: _Paths) -> Iterator[_Site]:
     sides = [side for side in operands if paths.is_own_path(side, [v for v in operands if v is not side])]
     if len(operands) < 2 or not sides:
         return
+    sides = [side for side in sides if not paths.pools_positions(side)]
     bounded = [side for side in sides if paths.is_bounded(side)]
     narrow = [side for side in sides if paths.is_narrow(side, node)]
     static = any(not paths.dataflow.is_dynamic(side) for side in operands)
@@ -127,7 +132,7 @@ def _products(node: Node, paths: _Paths) -> Iterator[_Site]:
         chosen = [side for side in bounded if side in narrow]
     elif bounded:
         chosen = [side for side in bounded if side in narrow] or _gates(bounded)
-    elif len(narrow) == 1 and not _is_outer(node, operands, paths) and not _is_summed(node, narrow[0], paths):
+    elif len(narrow) == 1 and not paths.is_statistic(narrow[0]) and not _is_written_out(node, narrow[0], paths):
         chosen = narrow
     else:
         chosen = []
@@ -162,12 +167,13 @@ def _shifts(node: Node, paths: _Paths) -> Iterator[_Site]:
 
 def _contractions(node: Node, paths: _Paths) -> Iterator[_Site]:
     operands = list(dict.fromkeys(paths.dataflow.operands(node)))
-    for side in operands:
-        others = [v for v in operands if v is not side]
-        if not others or not paths.is_own_path(side, others):
-            continue
-        if (paths.is_bounded(side) and not paths.pools_positions(side)) or paths.mixes_at_each_position(side, node):
-            yield _Site(side, node, paths.anchor(side))
+    if len(operands) < 2:
+        return
+    sides = [side for side in operands if paths.is_own_path(side, [v for v in operands if v is not side])]
+    sides = [side for side in sides if not paths.pools_positions(side)]
+    bounded = [side for side in sides if paths.is_bounded(side)]
+    for side in bounded or [side for side in sides if paths.mixes_at_each_position(side, node)]:
+        yield _Site(side, node, paths.anchor(side))
 
 
 def _computed_weights(node: Node, paths: _Paths) -> Iterator[_Site]:
@@ -189,8 +195,15 @@ def _selections(node: Node, paths: _Paths) -> Iterator[_Site]:
         yield _Site(side, node, paths.anchor(side))
 
 
-def _is_outer(node: Node, operands: Sequence[Node], paths: _Paths) -> bool:
-    return all(paths.is_narrow(side, node) for side in operands)
+def _is_written_out(node: Node, side: Node, paths: _Paths) -> bool:
+    """Whether a product belongs to an outer product or a contraction written out, whose sides have equal rights."""
+    for operand in paths.dataflow.operands(node):
+        core = paths.above_layout(operand)
+        product = [node] if operand is side else [node, core] if ops.op_name(core) == "mul" else [node]
+        for one in product:
+            if all(paths.is_narrow(factor, one) for factor in paths.dataflow.operands(one)):
+                return True
+    return _is_summed(node, side, paths)
 
 
 def _is_summed(node: Node, side: Node, paths: _Paths) -> bool:
@@ -205,6 +218,17 @@ def _is_summed(node: Node, side: Node, paths: _Paths) -> bool:
         if any(sizes[d % len(whole)] != 1 for d in (dims if isinstance(dims, list | tuple) else [dims])):
             return True
     return False
+
+
+def _parts(site: _Site, paths: _Paths) -> Iterator[_Site]:
+    """The site, or where its anchor joins paths that were squashed before, one for each of those that join."""
+    joined = paths.joined_by(site.anchor)
+    if not any(paths.was_squashed(source) for source in joined):
+        yield site
+        return
+    for source in dict.fromkeys(joined):
+        if paths.is_learned(source):
+            yield from _parts(_Site(source, site.apply, paths.anchor(source)), paths)
 
 
 # --- paths ----------------------------------------------------------------------------------------------------------
@@ -242,7 +266,7 @@ class _Paths:
             self._sources[node], self._parent[node] = mask, parent
             self._depth[node] = 0 if parent is None else self._depth[parent] + 1
             if any(operand in self._product for operand in operands) or (
-                ops.in_class(node, "matmul") and len(set(operands)) > 1
+                ops.op_name(node) in _CONTRACTIONS and len(set(operands)) > 1
             ):
                 self._product.add(node)
         self._read = self._read_by_learned_ops()
@@ -270,7 +294,8 @@ class _Paths:
         dim %= len(whole)
         if dim == 0 or whole[dim] in self.positions:
             return False
-        return self.dataflow.is_learned_op(self.above_layout(source))
+        made = self.dataflow.operands(split)[0] if split is source else source
+        return self.dataflow.is_learned_op(self.above_layout(made))
 
     def _read_by_learned_ops(self) -> set[Node]:
         read: set[Node] = set()
@@ -284,9 +309,12 @@ class _Paths:
         return node in self._read
 
     def above_layout(self, node: Node) -> Node:
-        """The node whose values `node` holds in another layout."""
-        while ops.in_class(node, "layout") and len(self.dataflow.operands(node)) == 1:
-            node = self.dataflow.operands(node)[0]
+        """The node whose values `node` holds in another layout, all of them."""
+        while ops.in_class(node, "layout") and not ops.is_selection(node) and len(self.dataflow.operands(node)) == 1:
+            source = self.dataflow.operands(node)[0]
+            if ops.sizes(source) is None:  # one of several outputs
+                break
+            node = source
         return node
 
     def anchor(self, node: Node) -> Node:
@@ -300,6 +328,16 @@ class _Paths:
         while (parent := self._parent[found[-1]]) is not None:
             found.append(parent)
         return found
+
+    def joined_by(self, anchor: Node) -> list[Node]:
+        """The input-dependent operands of an anchor that is a join; none of one that is a source."""
+        if self._sources[anchor].bit_count() == 1:
+            return []
+        return [source for source in self.dataflow.operands(anchor) if self.dataflow.is_dynamic(source)]
+
+    def was_squashed(self, node: Node) -> bool:
+        """Whether a node, or something that joins in it, is squashed."""
+        return self.is_bounded(node) or any(map(self.was_squashed, self.joined_by(self.anchor(node))))
 
     def is_learned(self, node: Node) -> bool:
         mask = self._sources.get(node, 0)
@@ -318,7 +356,12 @@ class _Paths:
         return self._sources[side].bit_count() == 1 or self.is_bounded(side)
 
     def is_bounded(self, node: Node) -> bool:
-        return any(ops.op_name(step) in _BOUNDING for step in self.ancestors(node))
+        """T4: whether a node is squashed on the way from its anchor; a clamp counts when it leaves [0, 1]."""
+        return any(ops.op_name(step) in _BOUNDING or _is_unit_clamp(step) for step in self.ancestors(node))
+
+    def is_statistic(self, node: Node) -> bool:
+        """T3: whether a node is a norm or a moment."""
+        return any(ops.op_name(step) in _STATISTICS for step in self.ancestors(node))
 
     def is_ranked(self, node: Node) -> bool:
         """T9: whether a tensor of indices was chosen by ranking learned scores."""
@@ -344,9 +387,17 @@ class _Paths:
             if ops.op_name(step) == "softmax":
                 whole = ops.sizes(step) or ()
                 axis = whole[int(ops.attributes(step)["dim"]) % len(whole)]
-                made = ops.sizes(self.above_layout(self.anchor(side))) or ()
-                return axis in self.positions or not _divides(axis, made[-1 if len(made) < 4 else 1])
+                # Over one element it is constant.
+                return axis == 1 or axis in self.positions or not _divides(axis, self._features(self.anchor(side)))
         return False
+
+    def _features(self, anchor: Node) -> Size:
+        """The number of features that a learned op, or the slice of it that the anchor is, returns."""
+        sizes = ops.sizes(anchor) or (1,)
+        if ops.is_selection(anchor):
+            split = self.dataflow.operands(anchor)[0] if ops.op_name(anchor) == "getitem" else anchor
+            return sizes[int(ops.attributes(split).get("dim", 0))]
+        return sizes[1] if ops.op_name(anchor) in _CONVOLUTIONS else sizes[-1]
 
     def mixes_at_each_position(self, side: Node, node: Node) -> bool:
         """Whether a contraction mixes few values separately at each position, with weights from one source."""
@@ -355,6 +406,13 @@ class _Paths:
             return False
         batch = functools.reduce(lambda a, b: a * b, whole[:-2], 1)
         return any(_divides(p, batch) for p in self.positions) and all(_is_small(s) for s in sizes[-2:])
+
+
+def _is_unit_clamp(node: Node) -> bool:
+    if ops.op_name(node) not in ("clamp", "hardtanh"):
+        return False
+    given = ops.attributes(node)
+    return (given.get("min", given.get("min_val")), given.get("max", given.get("max_val"))) == (0, 1)
 
 
 def _divides(size: Size, whole: Size) -> bool:
@@ -380,19 +438,29 @@ def _position_sizes(dataflow: Dataflow) -> set[Size]:
 
 
 def _bind_points(sites: Sequence[_Site], paths: _Paths) -> tuple[Node, ...]:
-    """The coefficients of sites with one anchor: of sites that pass a common node after it, the last such node."""
+    """The coefficients of sites with one anchor; sites that pass a common tensor after it share theirs."""
     clusters: list[list[Node]] = []
     for site in sites:
-        trail = [paths.above_layout(site.coefficient), *paths.ancestors(site.coefficient)]
-        own = [node for node in dict.fromkeys(trail) if node is not site.anchor] or [site.anchor]
-        own = own if paths.above_layout(site.coefficient) is not site.anchor else [site.anchor]
+        trail = [node for node in paths.ancestors(site.coefficient) if ops.sizes(node) is not None]
+        own = trail[:-1] if paths.above_layout(site.coefficient) is not site.anchor and len(trail) > 1 else trail[-1:]
         for i, cluster in enumerate(clusters):
             if common := [node for node in cluster if node in own]:
                 clusters[i] = common
                 break
         else:
             clusters.append(own)
-    return tuple(dict.fromkeys(paths.above_layout(cluster[0]) for cluster in clusters))
+    return tuple(dict.fromkeys(_bind_point(cluster, paths) for cluster in clusters))
+
+
+def _bind_point(trail: Sequence[Node], paths: _Paths) -> Node:
+    """Of tensors each made from the next: the last squashed one, then scaled and shifted by constants and parameters."""
+    squashed = [i for i, node in enumerate(trail) if ops.op_name(node) in _BOUNDING or _is_unit_clamp(node)]
+    if not squashed:
+        return paths.above_layout(trail[0])
+    i = squashed[0]
+    while i and ops.op_name(trail[i - 1]) in ops.ARITHMETIC | _CLAMPS:
+        i -= 1
+    return trail[i]
 
 
 def _candidate(
