@@ -14,7 +14,7 @@ from fxaudit.errors import AuditError
 from fxaudit.model.load import Subject
 from fxaudit.model.trace import Finding, TracedModel
 from fxaudit.replay.store import CoefficientStore, open_store
-from fxaudit.stages import freeze, inspect, load, match, record, replay, trace
+from fxaudit.stages import discover, freeze, inspect, load, match, record, replay, trace
 
 __all__ = [
     "AuditError",
@@ -27,6 +27,7 @@ __all__ = [
     "Subject",
     "TracedModel",
     "__version__",
+    "discover",
     "freeze",
     "inspect",
     "load",

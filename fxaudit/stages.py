@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fxaudit.controllers.controller import Controller, build_controllers
+from fxaudit.controllers.discover import Candidate
+from fxaudit.controllers.discover import discover as find_candidates
 from fxaudit.controllers.graphs import Dataflow
 from fxaudit.controllers.match import MatchResult, find_matches
 from fxaudit.controllers.pattern import DEFAULT, DETECT_ONLY, EXTERNAL, OPT_IN, Pattern, load_patterns
@@ -138,6 +140,38 @@ def _check_enabled(enable: Collection[str], patterns: Sequence[Pattern]) -> None
                 found=name,
                 remedy="`fxaudit pattern list` shows every pattern with its class",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """What may be controllers, beside those that patterns found."""
+
+    matched: Matched
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def unclaimed(self) -> tuple[Candidate, ...]:
+        """The candidates that no pattern describes."""
+        return tuple(candidate for candidate in self.candidates if candidate.claimed_by is None)
+
+
+def discover(
+    model: Matched | TracedModel | Subject | nn.Module | str,
+    inputs: Any = None,
+    *,
+    patterns: Sequence[Pattern | str | Path] | None = None,
+    seed: int = 0,
+) -> Discovery:
+    """What may be controllers, found from dataflow alone; those that a pattern of `patterns` finds are marked.
+
+    Raises:
+        LoadError, TraceError, PatternError: see the errors' own text.
+    """
+    if not isinstance(model, Matched):
+        traced = model if isinstance(model, TracedModel) else trace(model, inputs, seed=seed)
+        model = match(traced, patterns)
+    dataflow = Dataflow(model.traced.graph_module)
+    return Discovery(model, find_candidates(dataflow, model.controllers, sample=model.traced.sample))
 
 
 def _patterns(patterns: Sequence[Pattern | str | Path] | None) -> list[Pattern]:

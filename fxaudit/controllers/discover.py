@@ -16,6 +16,7 @@ Sites with a common anchor are one candidate: what a scan derives from one step 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,6 @@ from torch.fx import Node
 
 from fxaudit import ops
 from fxaudit.axes import Size
-from fxaudit.controllers import structure
 from fxaudit.controllers.controller import Controller, place_of
 from fxaudit.controllers.graphs import Dataflow, count_parameters, exclusive_cone
 
@@ -43,8 +43,8 @@ _SELECTORS = frozenset("index index_select gather take_along_dim embedding scatt
 class Candidate:
     """What may be a controller that no pattern describes.
 
-    `coefficients` come from one anchor; `applies` are the meetings; `cone` is what dies when all coefficients are replaced,
-    `parameters` counts the parameter elements in it. `repeats` is the number of candidates of this model with the
+    `coefficients` come from one anchor; `applies` are the meetings; `cone` is what dies when all coefficients are
+    replaced, `parameters` counts the parameter elements in it. `repeats` counts the candidates of this model with the
     same cone up to renaming. `axes` guesses a role for each axis of each coefficient. `claimed_by` names the pattern
     that owns it already.
     """
@@ -250,6 +250,7 @@ class _Paths:
         self._learned = 0
         self._product: set[Node] = set()
         self.positions = _position_sizes(dataflow)
+        self.has_images = any(node.op == "placeholder" and len(ops.sizes(node) or ()) == 4 for node in dataflow.nodes)
         for index, node in enumerate(dataflow.nodes):
             if not dataflow.is_dynamic(node):
                 continue
@@ -262,7 +263,9 @@ class _Paths:
             mask = 0
             for operand in operands:
                 mask |= self._sources[operand]
-            parent = functools.reduce(self._meet, operands[1:], operands[0]) if operands else None
+            parent: Node | None = operands[0]
+            for operand in operands[1:]:
+                parent = self._meet(parent, operand)
             self._sources[node], self._parent[node] = mask, parent
             self._depth[node] = 0 if parent is None else self._depth[parent] + 1
             if any(operand in self._product for operand in operands) or (
@@ -428,9 +431,10 @@ def _position_sizes(dataflow: Dataflow) -> set[Size]:
     found: set[Size] = set()
     for node in dataflow.nodes:
         sizes, dtype = ops.sizes(node), ops.dtype(node)
-        if node.op == "placeholder" and sizes and dtype is not None:
-            if (len(sizes) == 2 and not dtype.is_floating_point) or (len(sizes) == 3 and dtype.is_floating_point):
-                found.add(sizes[1])
+        if node.op != "placeholder" or sizes is None or dtype is None:
+            continue
+        if len(sizes) == (3 if dtype.is_floating_point else 2):
+            found.add(sizes[1])
     return found - {1}
 
 
@@ -453,7 +457,7 @@ def _bind_points(sites: Sequence[_Site], paths: _Paths) -> tuple[Node, ...]:
 
 
 def _bind_point(trail: Sequence[Node], paths: _Paths) -> Node:
-    """Of tensors each made from the next: the last squashed one, then scaled and shifted by constants and parameters."""
+    """Of tensors each made from the next: the last squashed one, scaled and shifted by constants and parameters."""
     squashed = [i for i, node in enumerate(trail) if ops.op_name(node) in _BOUNDING or _is_unit_clamp(node)]
     if not squashed:
         return paths.above_layout(trail[0])
@@ -463,9 +467,7 @@ def _bind_point(trail: Sequence[Node], paths: _Paths) -> Node:
     return trail[i]
 
 
-def _candidate(
-    coefficients: tuple[Node, ...], sites: Sequence[_Site], paths: _Paths, sample: Size | None
-) -> Candidate:
+def _candidate(coefficients: tuple[Node, ...], sites: Sequence[_Site], paths: _Paths, sample: Size | None) -> Candidate:
     dataflow = paths.dataflow
     cone = exclusive_cone(coefficients)
     module, call = place_of(dataflow, cone, coefficients[0])
@@ -494,10 +496,13 @@ def _outermost(found: Iterable[Candidate]) -> list[Candidate]:
 
 def _axis_guesses(node: Node, paths: _Paths, sample: Size | None) -> tuple[str, ...]:
     """A role for each axis: `sample`, `position`, `1` for a broadcast axis, else `unit`."""
-    roles = []
-    for size in ops.sizes(node) or ():
+    roles: list[str] = []
+    sizes = ops.sizes(node) or ()
+    for i, size in enumerate(sizes):
         if size == 1:
             roles.append("1")
+        elif paths.has_images and len(sizes) == 4 and i > 1:
+            roles.append("position")
         elif sample is not None and size == sample:
             roles.append("sample")
         elif sample is not None and _divides(sample, size) and size != sample:
@@ -523,4 +528,6 @@ def _shape_hash(cone: Iterable[Node]) -> str:
     for node in members:
         graph.add_node(node, op=ops.op_name(node))
         graph.add_edges_from((source, node) for source in ops.operands(node) if source in members)
-    return networkx.weisfeiler_lehman_graph_hash(graph, node_attr="op")
+    with warnings.catch_warnings():  # that hashes differ from those of older releases
+        warnings.simplefilter("ignore", UserWarning)
+        return networkx.weisfeiler_lehman_graph_hash(graph, node_attr="op")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fxaudit import __version__
+from fxaudit import __version__, ops
 from fxaudit.axes import Size
 from fxaudit.controllers.controller import Coefficient, Controller
 from fxaudit.controllers.match import NearMiss
@@ -13,7 +13,7 @@ from fxaudit.model.compare import Comparisons
 from fxaudit.model.trace import Finding, TracedModel
 from fxaudit.provenance import environment
 from fxaudit.replay.run import IdentityReplay, Recording
-from fxaudit.stages import Matched, TraceReport
+from fxaudit.stages import Discovery, Matched, TraceReport
 
 if TYPE_CHECKING:  # importing it for real would import onnx for every command
     from fxaudit.execution.export import ExportedGraphs
@@ -51,6 +51,40 @@ def trace(report: TraceReport) -> dict[str, Any]:
         "controllers": [_controller(controller, traced) for controller in matched.controllers],
         "near_misses": _near_misses(matched),
         "findings": [finding(found) for found in report.findings],
+        "provenance": provenance(traced),
+    }
+
+
+def discover(discovery: Discovery) -> dict[str, Any]:
+    """The JSON of `fxaudit discover`."""
+    traced = discovery.matched.traced
+    return {
+        "schema": "fxaudit.discover/1",
+        "candidates": [
+            {
+                "module": one.module,
+                "call": one.call,
+                "claimed_by": one.claimed_by,
+                "repeats": one.repeats,
+                "coefficients": [
+                    {
+                        "node": node.name,
+                        "shape": [size_text(size, traced) for size in ops.sizes(node) or ()],
+                        "axes": list(axes),
+                    }
+                    for node, axes in zip(one.coefficients, one.axes, strict=True)
+                ],
+                "applies": [node.name for node in one.applies],
+                "cone": {
+                    "nodes": sum(node.op == "call_function" for node in one.cone),
+                    "parameters": one.parameters,
+                },
+                "source": one.source,
+            }
+            for one in discovery.candidates
+        ],
+        "counts": discovery.matched.counts,
+        "findings": [finding(found) for found in (*traced.findings, *discovery.matched.findings)],
         "provenance": provenance(traced),
     }
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fxaudit import ops
 from fxaudit.controllers.controller import Controller
 from fxaudit.controllers.examples import Outcome
 from fxaudit.controllers.pattern import Pattern
@@ -20,7 +21,7 @@ from fxaudit.replay.results import Dependence, ReplayResult
 from fxaudit.replay.run import IdentityReplay, Recording
 from fxaudit.report.as_json import size_text
 from fxaudit.report.claims import claims
-from fxaudit.stages import TraceReport
+from fxaudit.stages import Discovery, TraceReport
 
 _ROWS = 40
 
@@ -85,6 +86,36 @@ def _controllers(controllers: tuple[Controller, ...], traced: TracedModel) -> Ta
     if len(controllers) > _ROWS:
         table.add_row(f"and {len(controllers) - _ROWS} more, all in --json", *[""] * 6)
     return table
+
+
+def discover(discovery: Discovery, console: Console) -> None:
+    """What `fxaudit discover` prints."""
+    traced, unclaimed = discovery.matched.traced, discovery.unclaimed
+    claimed = len(discovery.candidates) - len(unclaimed)
+    _line(console, "model", f"{traced.subject.source}, {traced.subject.parameter_count:,} parameters")
+    _line(console, "candidates", f"{len(discovery.candidates)}, of which patterns describe {claimed}")
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    table.add_column("module", overflow="fold")
+    table.add_column("coefficients", overflow="fold")
+    table.add_column("axes", overflow="fold")
+    for name in ("sites", "repeats", "nodes", "parameters"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in unclaimed[:_ROWS]:
+        sizes = [[str(size_text(s, traced)) for s in ops.sizes(node) or ()] for node in one.coefficients]
+        table.add_row(
+            Text(f"{one.module}#{one.call}"),
+            Text("\n".join(f"{n.name} [{', '.join(s)}]" for n, s in zip(one.coefficients, sizes, strict=True))),
+            Text("\n".join(", ".join(axes) for axes in one.axes)),
+            str(len(one.applies)),
+            str(one.repeats),
+            str(sum(node.op == "call_function" for node in one.cone)),
+            f"{one.parameters:,}",
+        )
+    if len(unclaimed) > _ROWS:
+        table.add_row(f"and {len(unclaimed) - _ROWS} more, all in --json", *[""] * 6)
+    if unclaimed:
+        console.print(table)
+    findings(traced.findings, console)
 
 
 def _misses(report: TraceReport, console: Console) -> None:

@@ -1,0 +1,264 @@
+"""Discover finds controllers that no pattern describes, and takes nothing that only looks like one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxaudit import stages
+from fxaudit.controllers.discover import discover
+from fxaudit.controllers.graphs import Dataflow
+
+WIDTH, TOKENS = 16, 6
+
+
+class _Block(nn.Module):
+    """Linear maps to build blocks from; `out` comes last, so that no meeting is an output head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.one, self.two, self.four = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 4)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.bank = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.mix(x))
+        return y
+
+    def mix(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class SigmoidGate(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.a(x)) * self.b(x)
+
+
+class GateAfterPacking(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        value, gate = self.two(x).chunk(2, dim=-1)
+        return value * gate.sigmoid()
+
+
+class ScalarPerToken(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.one(x)
+
+
+class Highway(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        gate = torch.sigmoid(self.a(x))
+        return gate * self.b(x) + (1 - gate) * x
+
+
+class Squeeze(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        return x * F.hardsigmoid(self.b(F.relu(self.a(x.mean(1, keepdim=True)))))
+
+
+class HandWrittenHardSigmoid(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        return self.b(x) * torch.clamp(self.a(x) * 0.2 + 0.5, 0, 1)
+
+
+class KernelMixture(_Block):
+    """A convolution bank weighted for each input, as in CondConv."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        routing = torch.softmax(self.four(x.mean(1)), -1)
+        weight = (routing @ self.bank.flatten(1)).view(-1, WIDTH, 1)
+        rows = x.transpose(1, 2).reshape(1, -1, TOKENS)
+        return F.conv1d(rows, weight, groups=x.shape[0]).view(x.shape[0], WIDTH, TOKENS).transpose(1, 2)
+
+
+class StreamMixing(_Block):
+    """Four streams, mixed by a 4x4 matrix for each token, as in AltUp and hyper-connections."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        matrices = self.a(x).view(*x.shape[:2], 4, 4)
+        streams = torch.stack([x, self.b(x), self.c(x), x * 2], dim=2)
+        return (matrices @ streams).sum(2)
+
+
+class Decay(_Block):
+    """A running state with a step size that depends on the token."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        step = F.softplus(self.one(x))
+        state, states = x[:, 0], []
+        for t in range(TOKENS):
+            state = state * torch.exp(-step[:, t]) + x[:, t] * step[:, t]
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+class TopOne(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        weights, chosen = torch.softmax(self.four(x), -1).topk(2, dim=-1)
+        rows = self.bank[:, 0][chosen]
+        return x + (rows * weights[..., None]).sum(-2)
+
+
+@pytest.mark.parametrize(
+    ("block", "root", "sites"),
+    [
+        (SigmoidGate, "a", 1),
+        (GateAfterPacking, "two", 1),
+        (ScalarPerToken, "one", 1),
+        (Highway, "a", 2),
+        (Squeeze, "b", 1),
+        (HandWrittenHardSigmoid, "a", 1),
+        (KernelMixture, "four", 1),
+        (StreamMixing, "a", 1),
+        # From the second token on the state holds earlier steps: there it is its own path (T2).
+        (Decay, "one", TOKENS + 1),
+        (TopOne, "four", 2),
+    ],
+)
+def test_a_controller_is_found_with_all_its_sites(block: type[_Block], root: str, sites: int) -> None:
+    (found,) = _candidates(block())
+    assert len(found.applies) == sites
+    assert any(node.target == f"{root}.weight" for node in _inputs_of(found.coefficients))
+
+
+class Silu(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return y * torch.sigmoid(1.702 * y)
+
+
+class TanhGelu(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return 0.5 * y * (1 + torch.tanh(0.8 * (y + 0.04 * y**3)))
+
+
+class Glu(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        return F.silu(self.a(x)) * self.b(x)
+
+
+class Bilinear(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.b(x)
+
+
+class RmsNorm(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return self.scale * y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class ResponseNorm(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.a(x))
+        size = y.norm(dim=1, keepdim=True)
+        return y + self.scale * y * (size / (size.mean(-1, keepdim=True) + 1e-6))
+
+
+class Attention(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        q, k, v = self.a(x), self.b(x), self.c(x)
+        return torch.softmax(q @ k.transpose(1, 2) / WIDTH**0.5, -1) @ v
+
+
+class AttentionPooling(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        return x + (self.one(x).softmax(1) * self.a(x)).sum(1, keepdim=True)
+
+
+class LinearAttention(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        q, k, v = F.elu(self.a(x)) + 1, F.elu(self.b(x)) + 1, self.c(x)
+        return q @ (k.transpose(1, 2) @ v)
+
+
+class Rotary(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        angles = torch.arange(TOKENS)[:, None] * torch.ones(WIDTH)
+        y = self.a(x)
+        return y * angles.cos() + y.roll(1, -1) * angles.sin()
+
+
+class LayerScale(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        return x + torch.sigmoid(self.scale) * self.a(x)
+
+
+class Mask(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        return self.a(x) * (x[..., :1] > 0).float()
+
+
+class SoftCap(_Block):
+    def mix(self, x: Tensor) -> Tensor:
+        return 30 * torch.tanh(self.a(x) / 30)
+
+
+class OutputHead(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.one(x)) * self.a(x)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        Silu, TanhGelu, Glu, Bilinear, RmsNorm, ResponseNorm, Attention, AttentionPooling, LinearAttention, Rotary,
+        LayerScale, Mask, SoftCap, OutputHead,
+    ],
+)  # fmt: skip
+def test_what_only_looks_like_a_controller_is_not_found(block: type[_Block]) -> None:
+    assert _candidates(block()) == ()
+
+
+class _Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([SigmoidGate(), SigmoidGate(), Squeeze()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_candidates_say_where_they_are_how_often_they_occur_and_what_dies_with_them() -> None:
+    found = {one.module: one for one in _candidates(_Stack())}
+    assert {name: one.repeats for name, one in found.items()} == {"layers.0.a": 2, "layers.1.a": 2, "layers.2": 1}
+    assert found["layers.0.a"].parameters == WIDTH * WIDTH + WIDTH
+    assert found["layers.2"].parameters == 2 * (WIDTH * WIDTH + WIDTH)
+    assert found["layers.0.a"].axes == (("sample", "position", "unit"),)
+    assert found["layers.2"].axes == (("sample", "1", "unit"),)
+    assert "self.out(self.mix(x))" in found["layers.0.a"].source
+
+
+def test_what_a_pattern_describes_is_marked_as_claimed() -> None:
+    discovery = stages.discover(_Stack(), torch.randn(3, TOKENS, WIDTH))
+    claims = {one.module: one.claimed_by for one in discovery.candidates}
+    assert claims["layers.0.a"] == claims["layers.1.a"] == "feature-gate"
+    assert all(one.claimed_by is None for one in discovery.unclaimed)
+    assert len(discovery.unclaimed) == sum(owner is None for owner in claims.values())
+
+
+def _candidates(model: nn.Module):
+    torch.manual_seed(0)
+    traced = stages.trace(model, torch.randn(3, TOKENS, WIDTH))
+    return discover(Dataflow(traced.graph_module), sample=traced.sample)
+
+
+def _inputs_of(nodes):
+    """Every node above `nodes` up to the next learned op, those of that op included."""
+    seen, queue = set(), list(nodes)
+    while queue:
+        node = queue.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        queue += [] if node.op == "get_attr" else node.all_input_nodes[:] if "linear" not in node.name else [
+            n for n in node.all_input_nodes if n.op == "get_attr"
+        ]  # fmt: skip
+    return seen
