@@ -16,18 +16,16 @@ Sites with a common anchor are one candidate: what a scan derives from one step 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import networkx
 from torch.fx import Node
 
 from fxaudit import ops
 from fxaudit.axes import Size
 from fxaudit.controllers.controller import Controller, place_of
-from fxaudit.controllers.graphs import Dataflow, count_parameters, exclusive_cone
+from fxaudit.controllers.graphs import Dataflow, count_parameters, exclusive_cone, shape_hash
 
 # A tensor that mixes more learned ops than this is the main path, not a coefficient.
 _MOST_ROOTS = 4
@@ -94,7 +92,7 @@ def discover(
         for coefficients in [_bind_points(sites, paths)]
     ]
     found = [replace(one, claimed_by=_owner(one, controllers)) for one in _outermost(found)]
-    marks = [_shape_hash(one.cone) for one in found]
+    marks = [shape_hash(one.cone) for one in found]
     counts = Counter(marks)
     found = [replace(one, repeats=counts[mark]) for one, mark in zip(found, marks, strict=True)]
     return tuple(sorted(found, key=lambda c: (-c.repeats * max(c.parameters, 1), dataflow.order[c.applies[0]])))
@@ -520,14 +518,3 @@ def _owner(candidate: Candidate, controllers: Sequence[Controller]) -> str | Non
         if bound & own or set(candidate.coefficients) & controller.cone:
             return controller.pattern
     return None
-
-
-def _shape_hash(cone: Iterable[Node]) -> str:
-    graph = networkx.DiGraph()
-    members = set(cone)
-    for node in members:
-        graph.add_node(node, op=ops.op_name(node))
-        graph.add_edges_from((source, node) for source in ops.operands(node) if source in members)
-    with warnings.catch_warnings():  # that hashes differ from those of older releases
-        warnings.simplefilter("ignore", UserWarning)
-        return networkx.weisfeiler_lehman_graph_hash(graph, node_attr="op")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import networkx
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -221,3 +223,15 @@ def _attribute(module: nn.Module, path: str) -> torch.Tensor | object:
     for part in path.split("."):
         owner = getattr(owner, part)
     return owner
+
+
+def shape_hash(nodes: Iterable[Node]) -> str:
+    """Equal for sets of nodes that do the same ops in the same order, whatever their names, sizes and weights."""
+    members = set(nodes)
+    graph = networkx.DiGraph()
+    for node in members:
+        graph.add_node(node, op=ops.op_name(node))
+        graph.add_edges_from((source, node) for source in ops.operands(node) if source in members)
+    with warnings.catch_warnings():  # that hashes differ from those of older releases
+        warnings.simplefilter("ignore", UserWarning)
+        return networkx.weisfeiler_lehman_graph_hash(graph, node_attr="op")
