@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN = py="$$(.ci/env)" && "$$py" -m
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo bench test slow example-ocr lint format wheel constraints clean
+.PHONY: help env demo bench test slow acceptance zoo zoo-readme example-ocr lint format wheel constraints clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,15 @@ test: lint  ## lint, then the fast tests; ARGS="..." goes to pytest
 
 slow:  ## the slow tests; ARGS="..." goes to pytest
 	$(OCR) pytest -m slow $(ARGS)
+
+acceptance:  ## every row of the acceptance table: expected and found; ARGS="-o FILE ROW..." for a file or some rows
+	$(RUN) tests.acceptance.table $(ARGS)
+
+zoo:  ## trace all third-party models of the zoo into docs/zoo.* and README.md; goes on where it was stopped
+	$(RUN) tests.zoo.run $(ARGS)
+
+zoo-readme:  ## write docs/zoo.md and the README's section from docs/zoo.json
+	$(RUN) tests.zoo.render
 
 # The package of the example is installed beside the environment, not into it: its own dependencies are not needed.
 OCR = py="$$(.ci/env)" && packages="$$(dirname "$$(dirname "$$py")")/ocr" && \

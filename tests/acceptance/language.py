@@ -21,7 +21,6 @@ NO_CONTROLLER = [
         transformers("llama", num_hidden_layers=4),
         other={"glu-gate": 4},
         modules={"glu-gate": "LlamaMLP"},
-        in_sample=True,
     ),
     Row("36", "transformers gpt2", transformers("gpt2"), in_sample=True),
     Row(

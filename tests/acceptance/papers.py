@@ -119,8 +119,8 @@ PAPERS = [
     Row(
         "B3",
         "FeatureGate",
-        text(feature_gate.FeatureGateTransformer),
-        {"feature-gate": 32},
+        text(feature_gate.FeatureGateTransformer, 4),
+        {"feature-gate": 8},
         modules={"feature-gate": "2*Block"},
         source="2 for each layer",
         in_sample=True,
