@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tests.acceptance.row import Row
 from tests.third_party import OWN, pixels, timm, tokens, torchvision, transformers, translation, wave
 
@@ -71,6 +73,15 @@ NO_CONTROLLER = [
         ),
     ),
 ]
+
+SERIES = {
+    "past_values": torch.randn(2, 64, generator=torch.Generator().manual_seed(1)),
+    "past_values_padding": torch.zeros(2, 64, dtype=torch.long),
+    "freq": torch.tensor([[0], [1]]),
+}
+NO_CONTROLLER.append(
+    Row("75", "transformers timesfm", transformers("timesfm", SERIES, cls="TimesFmModel", intermediate_size=64))
+)
 
 ROUTERS = [
     Row(

@@ -7,12 +7,13 @@ with few layers follows the same rule.
 
 from __future__ import annotations
 
-from tests.acceptance import language, papers, vision
+from tests.acceptance import families, language, papers, vision
 
 ROWS = (
     *vision.CHANNEL_GATES,
     *language.NO_CONTROLLER,
     *language.ROUTERS,
     *language.GATES_AND_RECURRENCES,
+    *families.FURTHER,
     *papers.PAPERS,
 )
