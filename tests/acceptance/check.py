@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxaudit import FrozenModel, load_patterns, stages
+from fxaudit.controllers.pattern import DEFAULT, DETECT_ONLY, Pattern
 from fxaudit.errors import AuditError
 from fxaudit.model.inputs import as_arguments, resampled
 from fxaudit.model.load import subject
 from fxaudit.model.settings import exact_numerics, traceable
-from fxaudit.model.trace import TracedModel
 from fxaudit.stages import Matched
 from tests.acceptance.row import Row, census
 from tests.third_party import Inputs
@@ -24,7 +24,7 @@ from tests.third_party import Inputs
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was found in the model of a row.
+    """What was found in the model of a row; `matched` with the row's opt-in and external families enabled.
 
     `counts` and `other` leave out families without a controller. `missing` are families of the row that the library
     does not have. `census` counts the eager model's modules. The rest is about the model with all controllers of the
@@ -87,20 +87,22 @@ def check(row: Row) -> Outcome:
     try:
         counted = census(row, module, inputs)
         traced = stages.trace(subject(module, inputs, source=row.model))
-        matched, enabled = _matches(row, traced)
+        patterns = load_patterns()
+        default = stages.match(traced, patterns)
+        enabled = stages.match(traced, patterns, enable=_to_enable(row, patterns))
         frozen = _frozen_facts(enabled, module, inputs) if enabled.controllers else {}
     except AuditError as error:
         return Outcome(
             row, time.perf_counter() - started, error=f"{type(error).__name__}: {str(error).splitlines()[0]}"
         )
-    known = {pattern.name for pattern in load_patterns()}
+    known = {pattern.name for pattern in patterns}
     return Outcome(
         row,
         time.perf_counter() - started,
-        matched,
+        enabled,
         census=counted,
-        counts=_positive(matched.counts),
-        other=_positive(getattr(enabled, "other", {})),
+        counts=_positive(default.counts),
+        other=_positive(enabled.other),
         missing=tuple(name for name in row.expected if name not in known),
         **frozen,
     )
@@ -110,12 +112,9 @@ def _positive(counts: Mapping[str, int]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def _matches(row: Row, traced: TracedModel) -> tuple[Matched, Matched]:
-    """The controllers of the default library, and those with the row's other families enabled."""
-    default = stages.match(traced)
-    classes = {pattern.name: getattr(pattern, "family_class", "default") for pattern in load_patterns()}
-    enable = [name for name in row.other if classes.get(name) in ("opt-in", "report-only", "external")]
-    return default, stages.match(traced, enable=enable) if enable else default
+def _to_enable(row: Row, patterns: Sequence[Pattern]) -> list[str]:
+    """The row's families outside the default set that can be audited, of those that the library has."""
+    return [p.name for p in patterns if p.name in row.other and p.family_class not in (DEFAULT, DETECT_ONLY)]
 
 
 def _frozen_facts(matched: Matched, module: nn.Module, inputs: Inputs) -> dict[str, Any]:

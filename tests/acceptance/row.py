@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fxaudit import stages
-from fxaudit.model.load import subject
-from fxaudit.stages import Matched
 from tests.third_party import Build, Inputs
 
 TABLE = "table"
@@ -63,31 +60,3 @@ def census(row: Row, module: nn.Module, inputs: Inputs) -> dict[str, int]:
 def _count(term: str, calls: Mapping[str, int]) -> int:
     times, _, name = term.rpartition("*")
     return int(times or 1) * calls[name]
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What fxaudit finds in the model of a row."""
-
-    row: Row
-    module: nn.Module
-    matched: Matched
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Controllers by family, without those that have none."""
-        return {family: count for family, count in self.matched.counts.items() if count}
-
-    @property
-    def differences(self) -> dict[str, tuple[int, int]]:
-        """Families whose count is not the expected one: expected and found."""
-        families = sorted({*self.row.counts, *self.counts})
-        pairs = {family: (self.row.counts.get(family, 0), self.counts.get(family, 0)) for family in families}
-        return {family: (expected, found) for family, (expected, found) in pairs.items() if expected != found}
-
-
-def find(row: Row) -> Found:
-    """Build the model of a row, trace it, and match the whole library."""
-    torch.manual_seed(0)
-    module, inputs = row.build()
-    return Found(row, module, stages.match(stages.trace(subject(module, inputs, source=row.model))))

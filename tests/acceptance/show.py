@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import collections
 import sys
-import time
+from collections.abc import Mapping
 
-from fxaudit.errors import AuditError
-from tests.acceptance.row import Found, Row, find
+from fxaudit.stages import Matched
+from tests.acceptance.check import check
+from tests.acceptance.row import Row
 from tests.acceptance.rows import ROWS
 
 SHOWN = 5  # controllers of each family
@@ -22,39 +23,40 @@ def chosen(words: list[str]) -> list[Row]:
 
 
 def show(row: Row) -> None:
-    """Print expected and found counts of a row, and the first controllers of each family."""
+    """Print what is expected of a row and found, and the first controllers of each family."""
     print(f"{row.id}  expected {_counts(row.counts)}, other {_counts(row.other)}  ({row.source})")
-    started = time.perf_counter()
-    try:
-        found = find(row)
-    except AuditError as error:
-        print(f"  {error}\n")
-        return
-    verdict = "as expected" if not found.differences else f"DIFFERENT {found.differences}"
-    print(f"  found {_counts(found.counts)}: {verdict}  [{time.perf_counter() - started:.0f} s]")
-    _show_details(found)
+    outcome = check(row)
+    print(f"  found {_counts(outcome.counts)}, other {_counts(outcome.other)}  [{outcome.seconds:.0f} s]")
+    for failure in outcome.failures:
+        print(f"  DIFFERENT: {failure}")
+    if outcome.matched is not None:
+        _show_controllers(outcome.matched)
+        found = {**outcome.counts, **outcome.other}
+        _show_misses(outcome.matched, [name for name, count in row.expected.items() if found.get(name, 0) < count])
+    print()
 
 
-def _show_details(found: Found) -> None:
+def _show_controllers(matched: Matched) -> None:
     shown: collections.Counter[str] = collections.Counter()
-    for controller in found.matched.controllers:
+    for controller in (*matched.controllers, *matched.others):
         shown[controller.pattern] += 1
         if shown[controller.pattern] > SHOWN:
             continue
         shapes = ", ".join(f"{c.name} {list(map(str, c.shape))} {c.domain}" for c in controller.coefficients)
         leaks = f", leaks {[leak.kind for leak in controller.leaks]}" if controller.leaks else ""
         print(f"    {controller.pattern:18} {controller.id}: {shapes}; cone {len(controller.cone)}{leaks}")
-    missing = [family for family, (expected, count) in found.differences.items() if expected > count]
-    for result in found.matched.results:
-        if result.pattern.name in missing:
+    for finding in matched.findings:
+        print(f"    {finding.kind}: {finding.text}")
+
+
+def _show_misses(matched: Matched, families: list[str]) -> None:
+    for result in matched.results:
+        if result.pattern.name in families:
             for miss in result.near_misses[:2]:
                 print(f"    near miss of {result.pattern.name}: {miss.reason}\n      {miss.source}")
-    for finding in found.matched.findings:
-        print(f"    {finding.kind}: {finding.text}")
-    print()
 
 
-def _counts(counts: dict[str, int]) -> str:
+def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{family} {count}" for family, count in counts.items()) or "nothing"
 
 
