@@ -13,6 +13,7 @@ from fxaudit.audit import ReplayOptions
 from fxaudit.cli.console import working
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.model.load import Subject
+from fxaudit.model.placement import DTYPES
 from fxaudit.replay.intervene import parse_interventions
 from fxaudit.replay.metrics import load_metric
 from fxaudit.replay.permutations import read_permutations
@@ -44,11 +45,18 @@ enable_option = click.option(
     metavar="NAME",
     help="Audit a family outside the default set, too; may be repeated. `pattern list` shows them.",
 )
+INPUTS_HELP = "A .safetensors, .npz or .pt file of example inputs, by argument name or position (0, 1, ...)."
 model_options = options_of(
     click.argument("model"),
-    click.option("--weights", type=click.Path(path_type=Path), metavar="FILE", help="Safetensors weights to load."),
+    click.option("--weights", type=click.Path(path_type=Path), metavar="FILE", help="A state dict to load into MODEL."),
     click.option("--random-init", is_flag=True, help="Build the model without its pretrained weights."),
+    click.option("--inputs", type=click.Path(path_type=Path), metavar="FILE", help=INPUTS_HELP),
     click.option("--window", type=click.IntRange(min=1), metavar="N", help="Tokens in each input of a text model."),
+    click.option("--prepare", metavar="FILE.py:FUNCTION", help="Called on the module before its first forward call."),
+    click.option("--dtype", type=click.Choice(list(DTYPES)), help="Convert weights and example inputs."),
+    click.option("--device", metavar="DEVICE", help="cpu, cuda, cuda:N, or meta: shapes without values."),
+    click.option("--trust-pickle", is_flag=True, help="Unpickle MODEL, which may run any code that the file carries."),
+    click.option("--trust-remote-code", is_flag=True, help="Run code that a Hugging Face directory or hub id brings."),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights, inputs and draws."),
     patterns_option,
     enable_option,
@@ -101,7 +109,13 @@ def subject_of(options: dict[str, Any]) -> Subject:
         options["model"],
         weights=options["weights"],
         random_init=options["random_init"],
+        inputs=options["inputs"],
         window=options["window"],
+        prepare=options["prepare"],
+        dtype=options["dtype"],
+        device=options["device"],
+        trust_pickle=options["trust_pickle"],
+        trust_remote_code=options["trust_remote_code"],
         seed=options["seed"],
     )
 

@@ -50,21 +50,21 @@ def find_function(place: str, purpose: Purpose) -> Callable[..., Any]:
     """
     module_place, _, name = place.rpartition(":")
     is_file = module_place.endswith(".py")
-    with _first_on_path(_folder(place)):
+    with first_on_path(_folder(place)):
         module = _file(Path(module_place), purpose) if is_file else _package(module_place, place, purpose)
         return _member(module, name, module_place, purpose)
 
 
-def call_function(place: str, purpose: Purpose) -> Any:
-    """What the function returns that `place` names; see `find_function`.
+def call_function(place: str, purpose: Purpose, *arguments: Any) -> Any:
+    """What the function that `place` names returns for `arguments`; see `find_function`.
 
     Raises:
         purpose.error: no such file, package or function; or the user's code failed, at which of its lines.
     """
     function = find_function(place, purpose)
-    with _first_on_path(_folder(place)):
+    with first_on_path(_folder(place)):
         try:
-            return function()
+            return function(*arguments)
         except (Exception, SystemExit) as error:
             raise _failed(f"{place} raised {type(error).__name__}", place, purpose, error) from error
 
@@ -75,7 +75,8 @@ def _folder(place: str) -> Path:
 
 
 @contextmanager
-def _first_on_path(folder: Path) -> Iterator[None]:
+def first_on_path(folder: Path) -> Iterator[None]:
+    """With `folder` first on the import path."""
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()  # the folder may hold files younger than what the finders remember of it
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from torch.utils import _pytree as pytree
 from fxaudit.errors import LoadError, UsageError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """Inputs that are positional and keyword arguments at once."""
+
+    positional: tuple[Any, ...]
+    keywords: dict[str, Any]
+
 
 # A tensor with at most this many distinct values is taken for a mask or a flag: other inputs repeat its rows and never
 # mix its elements, since a mask with holes is another kind of input.
@@ -26,6 +36,8 @@ def as_arguments(inputs: Any) -> Arguments:
     Raises:
         LoadError: anything else.
     """
+    if isinstance(inputs, CallArguments):
+        return inputs.positional, inputs.keywords
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):

@@ -1,34 +1,43 @@
 """What the user names becomes a `Subject`: a module with example inputs.
 
-Files are hostile until the user says otherwise. Nothing here unpickles: the only code that runs is a Python file or
-package that the user named.
+Files are hostile until the user says otherwise. The only code that runs is a Python file or package that the user
+named; `trust_pickle` and `trust_remote_code` let a file or a repository bring its own.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fxaudit.errors import LoadError, nearest
-from fxaudit.model import hugging_face
+from fxaudit.errors import LoadError, UsageError
+from fxaudit.model import exported, hugging_face
+from fxaudit.model.archives import FileKind, kind_of
 from fxaudit.model.files import describe_file
 from fxaudit.model.functions import Purpose, call_function
-from fxaudit.model.inputs import Arguments, as_arguments, with_batch_of_two, with_window
+from fxaudit.model.input_files import read_inputs
+from fxaudit.model.inputs import Arguments, as_arguments, map_tensors, with_batch_of_two, with_window
+from fxaudit.model.pickled import is_model_file, load_pickled_module, state_dict_alone
+from fxaudit.model.placement import Placement, parse_device, parse_dtype, place
+from fxaudit.model.weights import Checkpoint, load_weights, read_weights
+from fxaudit.model.zoos import ZOOS, build_zoo_model, example_images
 
 FORMS = (
-    "torchvision:NAME, timm:NAME, a Hugging Face directory, path/to/file.py:function or package.module:function"
-    " (a function that returns a module, or a module and its example inputs)"
+    "torchvision:NAME, timm:NAME, a Hugging Face directory or hub id (org/name), a torch file (.pt, .pth) or .pt2"
+    " archive, path/to/file.py:function or package.module:function (a function that returns a module, or a module and"
+    " its example inputs)"
 )
-_ZOOS = ("torchvision", "timm")
-_PURPOSE = Purpose(LoadError, "model", "a module, or a module and its example inputs", FORMS, _ZOOS)
-_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+_PURPOSE = Purpose(LoadError, "model", "a module, or a module and its example inputs", FORMS, tuple(ZOOS))
+_PREPARE = Purpose(
+    LoadError,
+    "function",
+    "the module, or None",
+    "path/to/file.py:function or package.module:function",
+    takes="the module",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,27 @@ class Subject:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
 
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """A module before it is prepared: its own example inputs, or a function that makes them, and its tokenizer.
+
+    `is_exported`: its shapes are fixed already, those of its own inputs or of symbols.
+    """
+
+    module: nn.Module
+    inputs: Any = None
+    tokenizer: Path | None = None
+    is_exported: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    pretrained: bool
+    placement: Placement
+    trust_pickle: bool
+    trust_remote_code: bool
+
+
 def load(
     model: str,
     *,
@@ -57,76 +87,138 @@ def load(
     seed: int = 0,
     inputs: Any = None,
     window: int | None = None,
+    prepare: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    trust_pickle: bool = False,
+    trust_remote_code: bool = False,
 ) -> Subject:
     """The subject that `model` names; see `FORMS`.
 
     Args:
-        weights: a safetensors file with a state dict that replaces the weights of the module.
-        random_init: build a zoo model without its pretrained weights (no download).
+        weights: a state dict (safetensors, or a torch file without code) that replaces the weights of the module.
+        random_init: build the model without its pretrained weights (no download).
         seed: seeds the construction of the module and random example inputs.
-        inputs: example inputs (a tensor, tuple or dict) that replace the model's own.
+        inputs: example inputs that replace the model's own: a tensor, tuple or dict, or the path of a .safetensors,
+            .npz or .pt file.
         window: the number of tokens of each example input, for models that take token ids.
+        prepare: ``file.py:function``, called on the module before its first forward call; what it returns, if anything,
+            takes the place of the module.
+        dtype: float32, bfloat16, float16 or float64, for the floating point weights and example inputs.
+        device: cpu, cuda, cuda:N or meta. On meta nothing is allocated where the model can be built so.
+        trust_pickle: unpickle MODEL even if it names code.
+        trust_remote_code: run the code that a Hugging Face directory or repository brings.
 
     Raises:
         LoadError: with what the name was taken for, and what would work.
-        UsageError: a window for a model that takes no token ids.
+        UsageError: an option without a meaning for this model.
     """
+    placement = Placement(parse_dtype(dtype), parse_device(device))
+    if weights is not None and placement.is_meta:
+        raise UsageError(
+            "weights have no place on the meta device",
+            expected="--weights, or --device meta",
+            found="both",
+            remedy="leave one of them out",
+        )
+    pretrained = not random_init and weights is None and not placement.is_meta
+    options = _Options(pretrained, placement, trust_pickle, trust_remote_code)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module, own = _build(model, pretrained=not random_init and weights is None)
+        built = _build(model, options)
+        module = built.module
         if weights is not None:
             load_weights(module, Path(weights))
+        module = place(module, placement)
+        if prepare is not None:
+            module = _prepared(module, prepare)
         if inputs is None:
-            inputs = own() if callable(own) else own
-        made = subject(module, inputs, source=model, seed=seed)
+            inputs = built.inputs() if callable(built.inputs) else built.inputs
+        elif isinstance(inputs, str | Path):
+            inputs = read_inputs(Path(inputs))
+        made = subject(module, inputs, source=model, seed=seed, widen=not built.is_exported)
     if window is not None:
         made = replace(made, arguments=with_window(made.arguments, window, seed))
-    return replace(made, tokenizer=hugging_face.tokenizer_directory(Path(model)))
+    return replace(made, arguments=_placed(made, placement), tokenizer=built.tokenizer)
 
 
-def subject(module: nn.Module, inputs: Any, *, source: str = "", seed: int = 0) -> Subject:
+def subject(module: nn.Module, inputs: Any, *, source: str = "", seed: int = 0, widen: bool = True) -> Subject:
     """The subject of a module that the caller holds, with example inputs (a tensor, tuple or dict).
 
-    An example of one input is joined by a second one, made from it: a traced axis of size 1 would be a constant.
+    With `widen`, an example of one input is joined by a second one, made from it: a traced axis of size 1 would be a
+    constant.
     """
     if inputs is None:
         raise LoadError(
             f"{source or type(module).__name__} came without example inputs",
             expected="inputs to trace the model with",
             found="a module alone",
-            remedy="return (module, inputs) from the function, inputs being a tensor, tuple or dict",
+            remedy="give them in a file: --inputs FILE.safetensors, an array for each argument of the model;\n"
+            "or return (module, inputs) from the function, inputs being a tensor, tuple or dict",
         )
-    arguments = with_batch_of_two(as_arguments(inputs), seed)
+    arguments = as_arguments(inputs)
+    if widen:
+        arguments = with_batch_of_two(arguments, seed)
     return Subject(source or f"{type(module).__module__}.{type(module).__qualname__}", module, arguments)
 
 
-def _build(model: str, *, pretrained: bool) -> tuple[nn.Module, Any]:
-    scheme, _, name = model.partition(":")
-    if scheme in _ZOOS and name:
-        return _ZOO_BUILDERS[scheme](name, pretrained)
-    path = Path(model)
-    if path.suffix in (*_PICKLES, ".pt2"):
-        raise _refused_file(path)
-    if scheme and name:
-        return _module_and_inputs(model, call_function(model, _PURPOSE))
-    if path.is_dir():
-        return hugging_face.load_directory(path, pretrained=pretrained)
-    if path.suffix == ".py" and path.exists():
-        raise LoadError(
-            f"{model} names a file but no function in it",
-            expected="file.py:function",
-            found=model,
-            remedy=f"name the function that returns the model: {model}:build",
-        )
-    exists = path.exists()
+def _placed(made: Subject, placement: Placement) -> Arguments:
+    """The example inputs in the dtype that was asked for, on the device of the module."""
+    devices = {tensor.device for tensor in [*made.module.parameters(), *made.module.buffers()]}
+    device = placement.device or (devices.pop() if len(devices) == 1 else None)
+
+    def put(tensor: Tensor) -> Tensor:
+        return placement.converted(tensor) if device is None else placement.converted(tensor).to(device)
+
+    return map_tensors(put, made.arguments)
+
+
+def _prepared(module: nn.Module, function: str) -> nn.Module:
+    made = call_function(function, _PREPARE, module)
+    if made is None or isinstance(made, nn.Module):
+        return module if made is None else made
     raise LoadError(
-        f"{model} is not a model that fxaudit can load" if exists else f"{model} does not exist",
-        expected=FORMS,
-        found=f"a file ending in {path.suffix or 'nothing'}" if exists else "no such file",
-        remedy="check the spelling and the working directory"
-        if not exists
-        else "name a function that builds the model",
+        f"{function} did not return a module",
+        where=function,
+        expected="the module that it was given, another one, or None",
+        found=f"{type(made).__module__}.{type(made).__name__}",
+        remedy="return the prepared module, or nothing",
     )
+
+
+def _build(model: str, options: _Options) -> _Built:
+    path = Path(model)
+    scheme, _, name = model.partition(":")
+    if scheme in ZOOS and name:
+        return _Built(*options.placement.build(lambda: build_zoo_model(scheme, name, pretrained=options.pretrained)))
+    is_hub_id = not path.exists() and hugging_face.is_hub_id(model) and not is_model_file(path)
+    if path.is_dir() or is_hub_id:
+        directory = path if path.is_dir() else hugging_face.snapshot(model, code=options.trust_remote_code)
+        module, inputs = hugging_face.load_directory(
+            directory,
+            pretrained=options.pretrained,
+            placement=options.placement,
+            trust_remote_code=options.trust_remote_code,
+            name=model,
+        )
+        return _Built(module, inputs, hugging_face.tokenizer_directory(directory))
+    if is_model_file(path):
+        return _from_file(path, options)
+    if scheme and name:
+        return _Built(*_module_and_inputs(model, call_function(model, _PURPOSE)))
+    raise _no_model(model, path)
+
+
+def _from_file(path: Path, options: _Options) -> _Built:
+    kind = kind_of(path)
+    if kind is FileKind.SAFETENSORS:
+        raise state_dict_alone(path, Checkpoint(read_weights(path)))
+    if kind is FileKind.EXPORTED:
+        return _Built(*exported.load_exported(path, trust=options.trust_pickle), is_exported=True)
+    module = load_pickled_module(path, kind, trust=options.trust_pickle)
+    if hugging_face.is_pretrained_model(module):
+        return _Built(module, lambda: hugging_face.example_inputs(module, str(path)))
+    return _Built(module, lambda: example_images(module))
 
 
 def _module_and_inputs(model: str, made: Any) -> tuple[nn.Module, Any]:
@@ -142,146 +234,25 @@ def _module_and_inputs(model: str, made: Any) -> tuple[nn.Module, Any]:
     return module, inputs
 
 
-# --- model zoos -----------------------------------------------------------------------------------------------------
-
-
-def _torchvision(name: str, pretrained: bool) -> tuple[nn.Module, Any]:
-    models = _import_zoo("torchvision.models", "torchvision")
-    known = models.list_models()
-    if name not in known:
-        raise _unknown_zoo_model("torchvision", name, known)
-    weights = models.get_model_weights(name).DEFAULT
-    preset = weights.transforms()
-    size = preset.crop_size[0] if hasattr(preset, "crop_size") else 224
-    # Left to itself, a segmentation or detection model without weights still downloads its backbone's.
-    takes_backbone = "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters
-    backbone = {"weights_backbone": None} if takes_backbone and not pretrained else {}
-    module = _zoo_model(
-        "torchvision",
-        name,
-        pretrained,
-        lambda: models.get_model(name, weights=weights if pretrained else None, **backbone),
-    )
-    return module, lambda: torch.randn(2, 3, size, size)
-
-
-def _timm(name: str, pretrained: bool) -> tuple[nn.Module, Any]:
-    timm = _import_zoo("timm", "timm")
-    if not timm.is_model(name.partition(".")[0]):
-        raise _unknown_zoo_model("timm", name, timm.list_models())
-    module = _zoo_model("timm", name, pretrained, lambda: timm.create_model(name, pretrained=pretrained))
-    config: Any = module.pretrained_cfg
-    return module, lambda: torch.randn(2, *config.get("input_size", (3, 224, 224)))
-
-
-_ZOO_BUILDERS: dict[str, Callable[[str, bool], tuple[nn.Module, Any]]] = {"torchvision": _torchvision, "timm": _timm}
-
-
-def _import_zoo(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise LoadError(
-            f"{package} is not installed",
-            expected=f"the package {package} for {package}:NAME",
-            found=str(error),
-            remedy="pip install 'fxaudit[vision]'",
-        ) from error
-
-
-def _unknown_zoo_model(zoo: str, name: str, known: list[str]) -> LoadError:
-    return LoadError(
-        f"{zoo} has no model `{name}`{nearest(name, known)}",
-        expected=f"one of the {len(known)} models of {zoo}",
-        found=name,
-        remedy=f"see {'torchvision.models.list_models()' if zoo == 'torchvision' else 'timm.list_models()'}",
-    )
-
-
-def _zoo_model(zoo: str, name: str, pretrained: bool, build: Callable[[], nn.Module]) -> nn.Module:
-    try:
-        return build()
-    except Exception as error:
-        if pretrained:
-            expected = "a model with its pretrained weights, which are downloaded once"
-            remedy = "--random-init for the architecture alone, or --weights FILE.safetensors for your own weights"
-        else:
-            expected = "a model that is built without a download"
-            remedy = f"name a function that builds it, in a Python file of your own, or use another version of {zoo}"
-        raise LoadError(
-            f"{zoo} could not build {name}",
-            where=f"{zoo}:{name}",
-            expected=expected,
-            found=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
-            remedy=remedy,
-        ) from error
-
-
-# --- weights and refused files --------------------------------------------------------------------------------------
-
-
-def load_weights(module: nn.Module, path: Path) -> None:
-    """Load a safetensors state dict into `module`, every name and shape checked.
-
-    Raises:
-        LoadError: no such file, not safetensors, or names and shapes that do not fit.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not path.exists():
-        raise LoadError(
-            f"{path} does not exist", expected="a safetensors file", found="no such file", remedy="check --weights"
+def _no_model(model: str, path: Path) -> LoadError:
+    if path.suffix == ".py" and path.exists():
+        return LoadError(
+            f"{model} names a file but no function in it",
+            expected="file.py:function",
+            found=model,
+            remedy=f"name the function that returns the model: {model}:build",
         )
-    try:
-        state = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise LoadError(
-            f"{path} is not a safetensors file",
-            expected="a state dict in safetensors form",
-            found=describe_file(path),
-            remedy="convert it once:\n"
-            "safetensors.torch.save_file(torch.load(path, weights_only=True), 'weights.safetensors')",
-        ) from error
-    try:
-        missing, unexpected = module.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        raise LoadError(
-            f"the weights in {path} do not fit the model",
-            expected="the shapes of the model's own parameters",
-            found="\n".join(str(error).splitlines()[1:4]).strip(),
-            remedy="build the model with the configuration that the weights were saved from",
-        ) from error
-    # A tied weight is saved once, under any of its names; its other names are missing without being absent.
-    tensors = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
-    saved = {id(tensors[name]) for name in state if name in tensors}
-    missing = [name for name in missing if name not in tensors or id(tensors[name]) not in saved]
-    if missing or unexpected:
-        raise LoadError(
-            f"the weights in {path} do not fit the model",
-            expected=f"{len(module.state_dict())} tensors named as in the model's state dict",
-            found=f"missing {_few(missing)}; unexpected {_few(unexpected)}",
-            remedy="build the model with the configuration that the weights were saved from",
-        )
-
-
-def _few(names: list[str]) -> str:
-    return f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}" if names else "none"
-
-
-def _refused_file(path: Path) -> LoadError:
     if not path.exists():
         return LoadError(
-            f"{path} does not exist",
+            f"{model} does not exist",
             expected=FORMS,
             found="no such file",
             remedy="check the spelling and the working directory",
         )
     return LoadError(
-        f"{path} is refused: loading it could run code that it carries",
+        f"{model} is not a model that fxaudit can load",
         where=str(path),
         expected=FORMS,
-        found=describe_file(path),
-        remedy="name the function that builds the model, and give the weights as safetensors:\n"
-        "fxaudit trace file.py:function --weights weights.safetensors",
+        found=f"a file ending in {path.suffix or 'nothing'}: {describe_file(path)}",
+        remedy="name a function that builds the model",
     )

@@ -118,7 +118,7 @@ def test_a_hostile_file_given_as_weights_is_never_executed(hostile):
 def described(tmp_path: Path, data: bytes, name: str = "model.pt") -> str:
     path = tmp_path / name
     path.write_bytes(data)
-    return refused(str(path)).found
+    return describe_file(path)
 
 
 def saved(what: object, **options) -> bytes:

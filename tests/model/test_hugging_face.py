@@ -247,10 +247,12 @@ def test_weights_of_another_shape_are_refused(directory):
     refused(directory)
 
 
-def test_a_model_over_other_inputs_than_tokens_or_pixels_is_refused_by_their_name(tmp_path):
-    config = transformers.ASTConfig(hidden_size=16, intermediate_size=24, max_length=64, num_mel_bins=32, **HEADS)
-    transformers.ASTForAudioClassification(config).save_pretrained(tmp_path)
-    assert "`input_values`" in refused(tmp_path).found
+def test_a_model_over_inputs_of_another_kind_is_refused_by_their_name(tmp_path):
+    config = transformers.PatchTSTConfig(d_model=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2)
+    transformers.PatchTSTForPrediction(config).save_pretrained(tmp_path)
+    error = refused(tmp_path)
+    assert "`past_values`" in error.found
+    assert "--inputs" in error.remedy
 
 
 # --- tokenizers and texts -------------------------------------------------------------------------------------------

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from fxaudit.errors import LoadError, UsageError
-from fxaudit.model.load import load, load_weights, subject
+from fxaudit.model.load import load, subject
 
 GOOD = """
 import torch
@@ -409,81 +408,3 @@ def test_a_window_for_a_model_without_tokens_has_no_meaning(file):
     with pytest.raises(UsageError) as caught:
         load(f"{file}:build", window=3)
     assert is_complete(caught.value)
-
-
-# --- weights --------------------------------------------------------------------------------------------------------
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embedding.weight
-
-
-def weights_refused(module: nn.Module, path: Path) -> LoadError:
-    with pytest.raises(LoadError) as caught:
-        load_weights(module, path)
-    return caught.value
-
-
-def test_weights_replace_those_of_the_model(file, tmp_path):
-    source = nn.Linear(3, 2)
-    save_file(source.state_dict(), tmp_path / "w.safetensors")
-    loaded = load(f"{file}:build", weights=tmp_path / "w.safetensors")
-    assert torch.equal(loaded.module.weight, source.weight)
-
-
-def test_weights_with_a_wrong_name_are_refused_by_that_name(tmp_path):
-    save_file({"weight": torch.zeros(2, 3), "offset": torch.zeros(2)}, tmp_path / "w.safetensors")
-    found = weights_refused(nn.Linear(3, 2), tmp_path / "w.safetensors").found
-    assert found == "missing bias; unexpected offset"
-
-
-def test_weights_of_a_wrong_shape_are_refused_by_that_shape(tmp_path):
-    save_file({"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}, tmp_path / "w.safetensors")
-    found = weights_refused(nn.Linear(3, 2), tmp_path / "w.safetensors").found
-    assert "weight" in found
-    assert "[2, 4]" in found
-
-
-def test_a_tied_weight_is_saved_once(tmp_path):
-    value = torch.randn(5, 4)
-    save_file({"embedding.weight": value}, tmp_path / "w.safetensors")
-    model = Tied()
-    load_weights(model, tmp_path / "w.safetensors")
-    assert torch.equal(model.head.weight, value)
-
-
-def test_a_tied_weight_may_be_saved_under_its_second_name(tmp_path):
-    value = torch.randn(5, 4)
-    save_file({"head.weight": value}, tmp_path / "w.safetensors")
-    model = Tied()
-    load_weights(model, tmp_path / "w.safetensors")
-    assert torch.equal(model.embedding.weight, value)
-
-
-def test_a_tied_weight_that_is_not_saved_at_all_is_missing(tmp_path):
-    save_file({"other": torch.zeros(1)}, tmp_path / "w.safetensors")
-    assert "embedding.weight" in weights_refused(Tied(), tmp_path / "w.safetensors").found
-
-
-@pytest.mark.parametrize("content", [None, b"garbage", "names", "shapes"])
-def test_a_refusal_of_weights_has_all_parts(tmp_path, content):
-    path = tmp_path / "w.safetensors"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif content:
-        save_file({"weight": torch.zeros(2, 4 if content == "shapes" else 3)}, path)
-    assert is_complete(weights_refused(nn.Linear(3, 2), path))
-
-
-def test_missing_weights_are_refused(tmp_path):
-    assert weights_refused(nn.Linear(3, 2), tmp_path / "w.safetensors").found == "no such file"
-
-
-def test_weights_in_a_pickle_are_refused_with_how_to_convert_them(tmp_path):
-    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "w.pt")
-    error = weights_refused(nn.Linear(3, 2), tmp_path / "w.pt")
-    assert error.found == "a pickled state dict (tensors only)"
-    assert "save_file" in error.remedy
