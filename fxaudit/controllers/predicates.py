@@ -7,6 +7,7 @@ uses(coefficient) == 1   number of nodes that read it
 params(coefficient) > 0  number of parameters that only it needs
 depends(value, input)    `value` is computed from `input`
 distinct(value, input)   two captures are not the same node
+static(bias)             no input's values reach it: a parameter, or computed from parameters and positions
 module(input, "*.attn")  the module path of a node matches a glob
 bound(filter)            an optional capture is there
 and, or, not             of these
@@ -36,6 +37,7 @@ PREDICATES: dict[str, tuple[str, ...]] = {
     "params": ("node",),
     "depends": ("node", "node"),
     "distinct": ("node", "node"),
+    "static": ("node",),
     "module": ("node", "text"),
     "bound": ("node",),
 }
@@ -66,6 +68,7 @@ class Graph(Protocol):
     """What predicates ask about the graph."""
 
     def depends(self, node: Node, on: Node) -> bool: ...
+    def is_dynamic(self, node: Node) -> bool: ...
     def exclusive_parameters(self, node: Node) -> int: ...
 
 
@@ -101,7 +104,7 @@ def _is_truth(node: ast.expr) -> bool:
         case ast.UnaryOp(operand=operand):
             return _is_truth(operand)
         case ast.Call(func=ast.Name(id=name)):
-            return name in ("depends", "distinct", "module", "bound")
+            return name in ("depends", "distinct", "static", "module", "bound")
     return isinstance(node, ast.Compare)
 
 
@@ -206,6 +209,8 @@ def _call(name: str, arguments: list[Any], sizes: Mapping[str, Size], nodes: Map
             return graph.depends(first, nodes[arguments[1].id])
         case "distinct":
             return first is not nodes[arguments[1].id]
+        case "static":
+            return not graph.is_dynamic(first)
         case "module":
             path = ops.module_path(first)
             return fnmatch.fnmatchcase(path[-1].partition("@")[0] if path else "", arguments[1].value)

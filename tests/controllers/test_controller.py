@@ -411,6 +411,36 @@ def test_a_router_dies_with_its_dense_coefficient():
     assert found.parameter_names == {"router.weight"}
 
 
+HIGHWAY = """
+gate        = chain(layout, least=0)(coefficient)
+kept        = 1.0 - gate
+opened      = gate * new
+closed      = kept * old
+coefficient = sigmoid(linear(input))
+apply       = opened + closed
+"""
+
+
+class Highway(nn.Module):
+    """A gate that is read twice on its way to one apply site, and a third time where it is returned."""
+
+    def __init__(self, returns_kept):
+        super().__init__()
+        self.gate, self.value, self.returns_kept = nn.Linear(8, 8), nn.Linear(8, 8), returns_kept
+
+    def forward(self, x):
+        gate = torch.sigmoid(self.gate(x))
+        y = gate * self.value(x) + (1 - gate) * x
+        return (y, (1 - gate).sum()) if self.returns_kept else y
+
+
+@pytest.mark.parametrize("returns_kept", [False, True])
+def test_what_a_pattern_names_on_the_way_to_its_apply_site_is_no_leak(returns_kept):
+    highway = pattern(HIGHWAY, name="highway")
+    ((found,), _) = built(Highway(returns_kept), torch.randn(2, 8), patterns=[highway])
+    assert [(leak.kind, ops.op_name(leak.reader)) for leak in found.leaks] == [("use", "sub")] * returns_kept
+
+
 class SkippingRouter(Router):
     """The last expert means: no expert. Its weight is set to zero and its index to an expert that exists."""
 

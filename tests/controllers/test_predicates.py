@@ -15,7 +15,13 @@ def graph():
     gate = build.linear(x, 4)
     again = build.mul(gate, gate)
     gate.meta["nn_module_stack"] = {"L": ("", None), "a": ("blocks.3", None), "b": ("blocks.3.attn", None)}
-    return build.dataflow(build.add(again, gate), y), {"x": x, "y": y, "gate": gate, "same": gate}
+    return build.dataflow(build.add(again, gate), y), {
+        "x": x,
+        "y": y,
+        "gate": gate,
+        "same": gate,
+        "weight": gate.args[1],
+    }
 
 
 DATAFLOW, NODES = graph()
@@ -45,6 +51,8 @@ HOLD = [
     "not depends(gate, y)",
     "distinct(x, y)",
     "not distinct(gate, same)",
+    "static(weight)",
+    "not static(gate)",
     'module(gate, "*.attn")',
     'module(gate, "blocks.?.attn")',
     'not module(gate, "blocks.3")',
@@ -137,4 +145,4 @@ def test_a_number_alone_is_no_predicate(text):
 
 
 def test_the_predicates_are_the_closed_set_of_the_language():
-    assert set(PREDICATES) == {"size", "rank", "depends", "uses", "params", "module", "distinct", "bound"}
+    assert set(PREDICATES) == {"size", "rank", "depends", "uses", "params", "module", "distinct", "static", "bound"}
