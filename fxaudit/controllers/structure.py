@@ -275,6 +275,9 @@ def _is_indexed_maximum(node: Node) -> bool:
 def value_operands(dataflow: Dataflow, coefficient: Node, apply: Node) -> list[Node]:
     """The operands of `apply` that do not carry the coefficient: what it is applied to."""
     operands = dataflow.operands(apply)
+    if ops.op_name(apply) == "add" and all(dataflow.depends(node, coefficient) for node in operands):
+        # As in g * new + (1 - g) * old: what each term scales.
+        return [value for node in operands for value in value_operands(dataflow, coefficient, node)]
     carriers = [node for node in operands if carries(dataflow, node, coefficient)]
     if not carriers:
         carriers = _nearest(dataflow, operands, coefficient)

@@ -514,6 +514,14 @@ def test_the_value_is_the_operand_that_does_not_carry_the_coefficient():
     assert structure.value_operands(build.dataflow(apply), gate, apply) == [x]
 
 
+def test_a_sum_whose_terms_all_carry_the_coefficient_is_applied_to_what_each_term_scales():
+    build = Build()
+    old = build.input(2, 8)
+    new, gate = build.linear(old, 8), build("sigmoid", build.linear(old, 8))
+    apply = build.add(build.mul(gate, new), build.mul(build("rsub.Scalar", gate, 1.0), old))
+    assert structure.value_operands(build.dataflow(apply), gate, apply) == [new, old]
+
+
 def test_the_path_of_a_value_ends_at_its_first_learned_op():
     build = Build()
     first = build.linear(build.input(2, 4), 4)
