@@ -191,6 +191,7 @@ _TEXTS: Texts = {
     ("SymExpr", "expr_str"): expressions.check_symbolic,
     ("Node", "target"): expressions.check_operator,
     ("Node", "metadata"): expressions.check_note,
+    ("NamedArgument", "name"): expressions.check_argument_name,
     ("Argument", "as_operator"): expressions.check_operator,
     ("Argument", "as_string"): expressions.check_text,
     ("Argument", "as_strings"): expressions.check_text,
@@ -213,6 +214,7 @@ _TEXTS: Texts = {
 _PAYLOAD_TEXTS: Texts = {("PayloadMeta", "path_name"): expressions.check_path}
 _KEYS: Texts = {
     ("PayloadConfig", "config"): expressions.check_path,
+    ("ExportedProgram", "range_constraints"): expressions.check_symbol,
     ("GraphModule", "treespec_namedtuple_fields"): expressions.check_path,
 }
 

@@ -35,7 +35,7 @@ _ASSUMPTIONS = set("positive nonnegative negative nonpositive integer real finit
 _TRUTHS = {"true", "false", "True", "False"}
 # What may be called in a guard, beside `size`, `stride` and `storage_offset` of an input.
 _GUARD_CALLS = {"Max", "Min", "max", "min", "abs"}
-_MATH_CALLS = {"ceil", "floor", "trunc", "isnan"}
+_FUNCTION_CALLS = set("ceil floor trunc isnan sym_max sym_min sym_int sym_float sym_not sym_ite sym_sqrt".split())
 _SIZE_CALLS = {"size", "stride", "storage_offset", "dim"}
 
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
@@ -159,10 +159,12 @@ def _guard(node: ast.expr, text: str) -> None:
             for argument in arguments:
                 _guard(argument, text)
             return None
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="math"), attr=name), args=[argument], keywords=[]) if (
-            name in _MATH_CALLS
-        ):
-            return _guard(argument, text)
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name(id="math" | "torch"), attr=name), args=arguments, keywords=[]
+        ) if name in _FUNCTION_CALLS:
+            for argument in arguments:
+                _guard(argument, text)
+            return None
         case ast.Attribute(value=ast.Name(id="math"), attr="inf" | "nan"):
             return None
     return _input(node, text)
@@ -228,6 +230,26 @@ def check_name(text: str) -> None:
     """
     if not text.isidentifier():
         raise NotUnderstood(f"the name `{text[:60]}`")
+
+
+def check_argument_name(text: str) -> None:
+    """The name of a keyword argument; empty for a positional one.
+
+    Raises:
+        NotUnderstood: not an identifier.
+    """
+    if text:
+        check_name(text)
+
+
+def check_symbol(text: str) -> None:
+    """The name of a symbol, whose number torch counts up to.
+
+    Raises:
+        NotUnderstood: other letters, or a number too large to count to.
+    """
+    if not _SYMBOL.fullmatch(text):
+        raise NotUnderstood(f"the symbol `{text[:60]}`")
 
 
 def check_path(text: str) -> None:
