@@ -111,11 +111,15 @@ def find_matches(pattern: Pattern, dataflow: Dataflow, sample: Size | None) -> M
     if chosen.missing is not None:
         reason = f"no `{' | '.join(chosen.missing)}` in the graph"
         return MatchResult(pattern, (), (NearMiss(pattern, None, None, reason, 0, (), (0, 0)),), 0)
+
+    def admits(unifier: Unifier, bindings: Bindings) -> bool:
+        return _is_admitted(unifier, bindings, sample)
+
     matches: list[Match] = []
     failures: list[tuple[Node, Failure]] = []
     visits = 0
     for anchor in chosen.anchors:
-        unifier = Unifier(pattern, dataflow, anchor, chosen)
+        unifier = Unifier(pattern, dataflow, anchor, chosen, admits)
         found = next(filter(None, (_verdict(unifier, reading, sample) for reading in unifier.readings())), None)
         visits += unifier.visits
         if visits > BUDGET + GRAPH_BUDGET * len(dataflow.nodes):
@@ -160,9 +164,29 @@ def _verdict(unifier: Unifier, bindings: Bindings, sample: Size | None) -> Match
         if name in bindings and _excludes(unifier, name, term, bindings, layouts):
             unifier.fail(bindings, bindings[name], 0, "excluded: `{}`", text, depth=1)
             return None
-    bound = [name for name in pattern.bound if name in bindings]  # optional captures may be missing
-    applied = structure.applied(dataflow, [bindings[name] for name in bound], bindings["apply"])
-    bound_names = _bound_names(bound, bindings)
+    applied = _applied_controller(unifier, bindings, layouts)
+    if applied is None:
+        return None
+    bound_names = _bound_names([name for name in pattern.bound if name in bindings], bindings)
+    return Match(
+        pattern, {k: v for k, v in bindings.items() if not k.startswith("#")}, sizes, layouts, bound_names, applied
+    )
+
+
+def _is_admitted(unifier: Unifier, bindings: Bindings, sample: Size | None) -> bool:
+    """Whether the shapes and the structure of what is bound so far allow a match.
+
+    Asked before conditions are sought elsewhere in the graph, which in a long scan hold in many ways.
+    """
+    fitted = _fit_shapes(unifier, bindings, {} if sample is None else {unifier.pattern.sample_axis: sample})
+    return fitted is not None and _applied_controller(unifier, bindings, fitted[1]) is not None
+
+
+def _applied_controller(unifier: Unifier, bindings: Bindings, layouts: Mapping[str, AxisNames]) -> Node | None:
+    """What of the bound nodes meets the value at `apply`; None, with the failure noted, where it is no controller."""
+    pattern, dataflow = unifier.pattern, unifier.dataflow
+    bound = [bindings[name] for name in pattern.bound if name in bindings]  # optional captures may be missing
+    applied = structure.applied(dataflow, bound, bindings["apply"])
     reason = structure.refusal(
         dataflow,
         applied,
@@ -173,10 +197,7 @@ def _verdict(unifier: Unifier, bindings: Bindings, sample: Size | None) -> Match
     )
     if reason is not None:
         unifier.fail(bindings, applied, 0, "{}", reason, depth=2)
-        return None
-    return Match(
-        pattern, {k: v for k, v in bindings.items() if not k.startswith("#")}, sizes, layouts, bound_names, applied
-    )
+    return applied if reason is None else None
 
 
 def _bound_names(names: Sequence[str], bindings: Bindings) -> tuple[str, ...]:

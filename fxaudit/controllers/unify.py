@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ BUDGET = 10_000
 # Nodes that closures may look at, and readings that may be judged, for one anchor.
 STEPS, READINGS = 20 * BUDGET, 500
 # Nodes that the search for an equation that the apply site does not reach may look at.
-FORWARD_REACH = 256
+FORWARD_REACH = 1024
 
 Bindings = Mapping[str, Any]
 
@@ -59,10 +59,20 @@ class Failure:
 
 
 class Unifier:
-    """Unification from one anchor."""
+    """Unification from one anchor.
 
-    def __init__(self, pattern: Pattern, dataflow: Dataflow, anchor: Node, plan: Plan | None = None) -> None:
-        self.pattern, self.dataflow, self.anchor = pattern, dataflow, anchor
+    `admits` says whether what is bound once the coefficient is may become a match: no more is sought where it may not.
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        dataflow: Dataflow,
+        anchor: Node,
+        plan: Plan | None = None,
+        admits: Callable[[Unifier, Bindings], bool] = lambda unifier, bindings: True,
+    ) -> None:
+        self.pattern, self.dataflow, self.anchor, self.admits = pattern, dataflow, anchor, admits
         self.equations = pattern.equations
         self.plan = plan or make_plan(pattern, dataflow)
         self.visits = 0
@@ -73,6 +83,8 @@ class Unifier:
         """Every way to read the anchor as `apply` such that all equations that the pattern needs hold."""
         count = 0
         for bindings in self.unify(Name(0, "apply"), self.anchor, {}):
+            if "coefficient" in bindings and not self.admits(self, bindings):
+                continue
             for reading in self._forward(bindings, self._pending(bindings)):
                 count += 1
                 if count > READINGS:
@@ -196,9 +208,14 @@ class Unifier:
             yield from self._all(pairs, bindings)
 
     def _pattern_operands(self, node: Node) -> Sequence[Any]:
-        """The operands that a pattern sees: of arithmetic both sides, numbers and parameters too; else data only."""
+        """The operands that a pattern sees: of arithmetic both sides, numbers and parameters too; else data only.
+
+        Of an einsum parameters, too: which side is learned depends on the model, not on the contraction.
+        """
         if ops.op_name(node) in ops.ARITHMETIC:
             return ops.arithmetic_operands(node)
+        if ops.op_name(node) == "einsum":
+            return self.dataflow.operands(node)
         return self.dataflow.data_operands(node)
 
     def _all(self, pairs: list[tuple[Term, Any]], bindings: Bindings) -> Iterator[Bindings]:
@@ -332,12 +349,12 @@ class Unifier:
                     collected[key] = (*collected.get(key, ()), value)
         yield {**bindings, **collected}
 
-    def _mentioned_by(self, name: str) -> set[str]:
-        """A name and every name that its equation mentions, directly or through other equations."""
+    def _mentioned_by(self, name: str, settled: Container[str] = ()) -> set[str]:
+        """A name and every name that its equation mentions, directly or through equations of names not `settled`."""
         names, queue = {name}, [name]
         while queue:
             current = queue.pop()
-            if current in self.equations:
+            if current in self.equations and current not in settled:
                 new = language.names_in(self.equations[current]) - names
                 names |= new
                 queue.extend(new)
@@ -346,22 +363,28 @@ class Unifier:
     # --- equations that the apply site does not reach ---------------------------------------------------------------
 
     def _pending(self, bindings: Bindings) -> list[str]:
-        """Equations left over once `apply` is unified, such as the indices that travel with a coefficient.
+        """Equations left over once `apply` is unified: what travels with the coefficient, and conditions on it.
 
         Names of an alternative that was not taken are left unbound, unless the pattern binds or records them.
         """
-        return self._open(self.equations, "apply", bindings)
+        pending = self._open(self.equations, "apply", bindings)
+        # What another of them, or an optional capture, is made of is found with it.
+        certain = {name for name in pending if not self._mentions_optional(name)} | set(self.pattern.intervene.optional)
+        inner = set().union(*(self._mentioned_by(name) - {name} for name in certain)) - self._needed
+        return [name for name in pending if name not in inner]
+
+    @property
+    def _needed(self) -> set[str]:
+        return {*self.pattern.bound, *self.pattern.intervene.taps.values()}
 
     def _open(self, names: Iterable[str], unified: str, bindings: Bindings) -> list[str]:
         """Those of `names` that still have to be found once the equation of `unified` holds."""
-        intervene = self.pattern.intervene
-        needed = {*self.pattern.bound, *intervene.taps.values()}
-        settled = {*bindings, *intervene.optional}
-        reached = self._mentioned_by(unified)
+        settled = {*bindings, *self.pattern.intervene.optional}
+        needed, reached = self._needed, self._mentioned_by(unified)
         return [name for name in names if name not in settled and (name in needed or name not in reached)]
 
     def _forward(self, bindings: Bindings, pending: list[str]) -> Iterator[Bindings]:
-        """Unify the pending equations on what is computed from what they mention.
+        """Unify the pending equations on the nodes they mention and on what is computed from those, the nearest first.
 
         An equation that mentions an optional capture may hold nowhere.
         """
@@ -369,22 +392,42 @@ class Unifier:
             yield bindings
             return
         known = {name for name, node in bindings.items() if isinstance(node, Node)}
-        name = next((n for n in pending if language.names_in(self.equations[n]) & known), pending[0])
+        # What the pattern binds before conditions, which hold in many ways; of these, what mentions a known node first.
+        name = min(pending, key=lambda n: (n not in self._needed, not language.names_in(self.equations[n]) & known))
+        rest = [other for other in pending if other != name]
+        if self._speaks_of_another_alternative(name, bindings):
+            yield from self._forward(bindings, rest)
+            return
         term = self.equations[name]
-        mentioned = [bindings[n] for n in sorted(self._mentioned_by(name) & known)]
+        names = (language.names_in(term) & known) or (self._mentioned_by(name) & known)
+        mentioned = sorted({bindings[n] for n in names}, key=self.dataflow.order.__getitem__)
         found = False
-        for candidate in self._downstream(mentioned, self.plan.roots[term]):
-            for extended in self.unify(Name(term.line, name), candidate, bindings):
-                found = True
-                yield from self._forward(extended, self._open(pending, name, extended))
-        if not found and language.names_in(term).intersection(self.pattern.intervene.optional):
-            yield from self._forward(bindings, [other for other in pending if other != name])
+        for candidates in (mentioned, self._downstream(mentioned, self.plan.roots[term])):
+            if found:  # it is another name of a node that it mentions
+                break
+            for candidate in candidates:
+                for extended in self.unify(Name(term.line, name), candidate, bindings):
+                    found = True
+                    if name != "coefficient" or self.admits(self, extended):
+                        yield from self._forward(extended, self._open(rest, name, extended))
+        if not found and self._mentions_optional(name):
+            yield from self._forward(bindings, rest)
         elif not found:
             self.fail(
                 bindings, mentioned[0] if mentioned else self.anchor, term.line, "nothing in the graph is `{}`", name
             )
 
-    def _downstream(self, known: list[Node], kinds: frozenset[str] | None) -> Iterator[Node]:
+    def _mentions_optional(self, name: str) -> bool:
+        return not language.names_in(self.equations[name]).isdisjoint(self.pattern.intervene.optional)
+
+    def _speaks_of_another_alternative(self, name: str, bindings: Bindings) -> bool:
+        """Whether an equation is about nodes of an alternative that `apply` did not take: then it is no condition."""
+        if name in self._needed:
+            return False
+        absent = self._mentioned_by("apply").difference(bindings, self.pattern.intervene.optional)
+        return not absent.isdisjoint(self._mentioned_by(name, bindings))
+
+    def _downstream(self, known: Sequence[Node], kinds: frozenset[str] | None) -> Iterator[Node]:
         """Nodes that are computed from those that are known and are of one of `kinds`, the nearest first."""
         seen, queue = set(known), deque(known)
         while queue and len(seen) <= FORWARD_REACH + len(known):

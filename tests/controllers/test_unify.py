@@ -5,7 +5,7 @@ import pytest
 
 from fxaudit import ops
 from fxaudit.controllers.graphs import Dataflow
-from fxaudit.controllers.unify import BUDGET, Unifier, describe
+from fxaudit.controllers.unify import BUDGET, FORWARD_REACH, Unifier, describe
 from fxaudit.errors import PatternError
 
 from .build import Build, pattern, readings, reads
@@ -600,6 +600,72 @@ def test_an_equation_of_an_alternative_that_was_not_taken_stays_unbound():
     match = "hidden = relu(_)\ncoefficient = sigmoid(hidden) | tanh(_)\napply = coefficient * value"
     (found, *_) = readings(pattern(match), build.dataflow(node), node)
     assert "hidden" not in found
+
+
+CONDITION = """
+plain       = tanh(other)
+gate        = sigmoid(linear(hidden))
+companion   = exp(linear(hidden))
+coefficient = plain | gate
+apply       = value * coefficient
+"""
+
+
+def sibling(companion):
+    build = Build()
+    x = build.input(2, 4)
+    node = build.mul(build.input(2, 4), build("sigmoid", build.linear(x, 4)))
+    return build.dataflow(node, build(companion, build.linear(x, 4))), node
+
+
+def test_a_condition_holds_where_what_it_describes_is_computed_from_a_named_node():
+    dataflow, node = sibling("exp")
+    assert readings(pattern(CONDITION), dataflow, node)
+
+
+def test_a_condition_fails_where_what_it_describes_is_missing():
+    dataflow, node = sibling("relu")
+    assert not readings(pattern(CONDITION), dataflow, node)
+
+
+def test_an_equation_about_an_alternative_that_was_not_taken_is_no_condition():
+    build = Build()
+    node = build.mul(build.input(2, 4), build("tanh", build.input(2, 4)))
+    assert readings(pattern(CONDITION), build.dataflow(node), node)
+
+
+def test_a_condition_may_hold_of_a_node_that_it_names():
+    build = Build()
+    gate = build("sigmoid", build.linear(build.input(2, 4), 4))
+    node = build.mul(build.input(2, 4), gate)
+    match = "gate = sigmoid(linear(_))\ncoefficient = gate | tanh(_)\napply = value * gate"
+    assert [r["coefficient"] for r in readings(pattern(match), build.dataflow(node), node)] == [gate]
+
+
+def test_the_search_for_a_condition_is_bounded():
+    build = Build()
+    x = build.input(2, 4)
+    node = build.mul(build.input(2, 4), build("sigmoid", build.linear(x, 4)))
+    others = [build("relu", x) for _ in range(FORWARD_REACH + 1)]
+    far = build("exp", build.linear(x, 4))
+    assert not readings(pattern(CONDITION), build.dataflow(node, *others, far), node)
+
+
+def test_no_condition_is_sought_where_what_is_bound_already_is_no_match():
+    dataflow, node = sibling("exp")
+    refusing = Unifier(pattern(CONDITION), dataflow, node, admits=lambda unifier, bindings: False)
+    assert not list(refusing.readings())
+    willing = Unifier(pattern(CONDITION), dataflow, node)
+    assert list(willing.readings())
+    assert refusing.visits < willing.visits
+
+
+def test_an_einsum_shows_its_parameters():
+    build = Build()
+    coefficient = build("sigmoid", build.linear(build.input(2, 4), 4))
+    node = build("einsum", "bf,fg->bg", [coefficient, build.parameter(4, 3)])
+    match = "coefficient = sigmoid(_)\napply = einsum(bank, coefficient)"
+    assert readings(pattern(match), build.dataflow(node), node)
 
 
 # --- bounds ---------------------------------------------------------------------------------------------------------
