@@ -31,6 +31,7 @@ slow:  ## the slow tests; ARGS="..." goes to pytest
 
 acceptance:  ## every row of the acceptance table: expected and found; ARGS="-o FILE ROW..." for a file or some rows
 	$(RUN) tests.acceptance.table $(ARGS)
+	$(RUN) pytest -m acceptance tests/replay
 
 zoo:  ## trace all third-party models of the zoo into docs/zoo.* and README.md; goes on where it was stopped
 	$(RUN) tests.zoo.run $(ARGS)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fxaudit import stages
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.errors import ExportError
-from fxaudit.model.data import DataSet, require_disjoint
+from fxaudit.model.data import DataSet, require_disjoint, special_positions
 from fxaudit.model.load import Subject
 from fxaudit.model.trace import Finding
 from fxaudit.replay import dependence, intervene, variation
@@ -159,7 +159,10 @@ def audit(
     write_permutations(directory / PERMUTATIONS, replayed.dependence.draws)
     recording, profile = replayed.recording, replayed.profile.store
     varied: Variation = clock.time(
-        "variation", lambda _: variation.measure_variation(recording.store, frozen.controllers)
+        "variation",
+        lambda _: variation.measure_variation(
+            recording.store, frozen.controllers, evaluation.valid_positions(), special_positions(evaluation, traced)
+        ),
     )
     executed: ExecutionProfile = clock.time(
         "execution", lambda _: _execute(frozen, evaluation, profile, directory / "onnx")

@@ -15,6 +15,7 @@ from fxaudit.audit import replay as replay_frozen
 from fxaudit.cli.console import progress, show, working
 from fxaudit.cli.options import data_options, frozen_of, json_option, model_options, replay_options, replaying_of
 from fxaudit.replay.permutations import write_permutations
+from fxaudit.replay.run import bytes_needed
 from fxaudit.replay.store import open_store
 from fxaudit.report import as_json, as_text, audit_json
 
@@ -39,6 +40,8 @@ def record(directory: Path, as_json_: bool, **options: Any) -> None:
     """
     frozen = frozen_of(options)
     data = stages.load_data(options["data"], frozen.traced).limited(options["limit"])
+    need = bytes_needed(frozen, data, options["batch_size"])
+    click.echo(f"recording {data.count:,} inputs needs up to {need:,} bytes in {directory}", err=True)
     with progress("recording") as advance:
         recording = stages.record(frozen, data, directory, batch_size=options["batch_size"], progress=advance)
     with working("replaying"):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch.fx import Node
 
 from fxaudit import ops
 from fxaudit.errors import DataError, nearest
+from fxaudit.model import folders
+from fxaudit.model.columns import Column, Head, Loaded, Mapped, Tokens
 from fxaudit.model.frames import user_frame
 from fxaudit.model.functions import Purpose, call_function
 from fxaudit.model.inputs import resampled
@@ -31,51 +33,6 @@ TARGETS, VALID = "targets", "valid"
 _PURPOSE = Purpose(DataError, "data set", "a dict of arrays by input name, or yields such dicts", FORMS)
 _DIGEST_ROWS = 64
 _MASK = "attention_mask"
-
-
-class Column(Protocol):
-    """One named array, read by rows."""
-
-    def __len__(self) -> int: ...
-    def rows(self, start: int, stop: int) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    tensor: Tensor
-
-    def __len__(self) -> int:
-        return self.tensor.shape[0]
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self.tensor[start:stop]
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapped:
-    """A tensor of a safetensors file, of which only the rows asked for are read."""
-
-    slice: Any
-
-    def __len__(self) -> int:
-        return int(self.slice.get_shape()[0])
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self.slice[start:stop]
-
-
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """The first rows of a column."""
-
-    column: Column
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self.column.rows(start, min(stop, self.count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +79,9 @@ class DataSet:
             raise DataError(
                 "a limit must leave some inputs", expected="at least 1", found=str(count), remedy="raise it"
             )
-        columns = {name: _Head(column, count) for name, column in self.columns.items()}
+        columns = {name: Head(column, count) for name, column in self.columns.items()}
         beside = {TARGETS: self.targets, VALID: self.valid}
-        extras = {name: _Head(column, count) for name, column in beside.items() if column is not None}
+        extras = {name: Head(column, count) for name, column in beside.items() if column is not None}
         digest = _digest({**columns, **extras})
         return DataSet(self.source, count, columns, digest, extras.get(TARGETS), extras.get(VALID))
 
@@ -187,6 +144,8 @@ def load_data(place: str | Path | Mapping[str, Any], traced: TracedModel) -> Dat
         )
     if path.suffix == ".txt":
         return _checked(text, _text(path, traced), traced)
+    if path.is_dir():
+        return _checked(text, _folder(path, traced), traced)
     readers = {".safetensors": _safetensors, ".npz": _npz}
     if path.suffix not in readers:
         raise DataError(
@@ -249,7 +208,7 @@ def _loaded(source: str, arrays: Mapping[Any, Any]) -> dict[str, Column]:
                 found=f"{type(value).__name__}: {error}",
                 remedy="convert it; text goes through the model's tokenizer first",
             ) from error
-        columns[str(name)] = _Loaded(_with_input_axis(source, str(name), tensor))
+        columns[str(name)] = Loaded(_with_input_axis(source, str(name), tensor))
     return columns
 
 
@@ -282,7 +241,7 @@ def _from_example(text: str, traced: TracedModel) -> dict[str, Column]:
     import torch.utils._pytree as pytree
 
     leaves = dict(zip(traced.input_names, pytree.tree_leaves(arguments), strict=True))
-    return {name: _Loaded(leaves[name]) for name in batched_inputs(traced)}
+    return {name: Loaded(leaves[name]) for name in batched_inputs(traced)}
 
 
 def _safetensors(path: Path) -> dict[str, Column]:
@@ -298,7 +257,7 @@ def _safetensors(path: Path) -> dict[str, Column]:
             found=str(error),
             remedy="write it again with safetensors.torch.save_file",
         ) from error
-    return {name: _Mapped(_with_input_axis(str(path), name, rows)) for name, rows in slices.items()}
+    return {name: Mapped(_with_input_axis(str(path), name, rows)) for name, rows in slices.items()}
 
 
 def _npz(path: Path) -> dict[str, Column]:
@@ -320,8 +279,25 @@ def _npz(path: Path) -> dict[str, Column]:
     return _loaded(str(path), arrays)
 
 
-def _text(path: Path, traced: TracedModel) -> dict[str, Column]:
-    """A text in windows of the traced length, each with the tokens that follow as its targets.
+def _folder(path: Path, traced: TracedModel) -> dict[str, Column]:
+    """The columns of a saved data set or of a folder of images."""
+    names = batched_inputs(traced)
+    if folders.is_dataset(path):
+        columns, text = folders.dataset_columns(path, traced, names)
+        return columns if text is None else _text(path, traced, text.encode())
+    if len(names) != 1:
+        raise DataError(
+            f"{path} holds images, which {traced.subject.source} does not take",
+            expected="a model with one input",
+            found=", ".join(names),
+            remedy="give the arrays in a .safetensors file, one for each input",
+        )
+    return folders.image_columns(path, traced, names[0])
+
+
+def _text(path: Path, traced: TracedModel, content: bytes | None = None) -> dict[str, Column]:
+    """A text (the file's, or its `content`) in windows of the traced length, each with the tokens that follow as its
+    targets.
 
     Tokens are those of the model's own tokenizer, or bytes for a model with 256 classes. Windows do not overlap; what
     is left at the end is shorter than a window and is not used.
@@ -335,7 +311,7 @@ def _text(path: Path, traced: TracedModel) -> dict[str, Column]:
             remedy="give the arrays in a .safetensors file, one for each input",
         )
     window = _window(traced, names[0])
-    data = _tokens(path, traced)
+    data = _tokens(path, traced, content)
     count = (len(data) - 1) // window
     if count < 1:
         raise DataError(
@@ -346,12 +322,12 @@ def _text(path: Path, traced: TracedModel) -> dict[str, Column]:
         )
     ids = data[: count * window].view(count, window)
     following = data[1 : count * window + 1].view(count, window)
-    return {names[0]: _Tokens(ids), TARGETS: _Tokens(following)}
+    return {names[0]: Tokens(ids), TARGETS: Tokens(following)}
 
 
-def _tokens(path: Path, traced: TracedModel) -> Tensor:
+def _tokens(path: Path, traced: TracedModel, content: bytes | None) -> Tensor:
     try:
-        content = path.read_bytes()
+        content = path.read_bytes() if content is None else content
         directory = traced.subject.tokenizer
         if directory is not None:
             return _tokenized(content.decode("utf-8"), directory)
@@ -389,19 +365,6 @@ def _tokenized(text: str, directory: Path) -> Tensor:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """Tokens, widened to int64 when they are read."""
-
-    tensor: Tensor
-
-    def __len__(self) -> int:
-        return self.tensor.shape[0]
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self.tensor[start:stop].long()
-
-
 def _is_token_input(traced: TracedModel, name: str) -> bool:
     node = traced.placeholders()[traced.input_names.index(name)]
     return ops.dtype(node) == torch.int64 and len(ops.sizes(node) or ()) == 2
@@ -412,6 +375,27 @@ def _window(traced: TracedModel, name: str) -> int:
     if not isinstance(size, int):
         raise DataError("the traced length is not fixed", expected="a number", found=str(size), remedy="trace with one")
     return size
+
+
+def special_positions(data: DataSet, traced: TracedModel) -> Tensor | None:
+    """Where the inputs hold special tokens (begin, end, padding and the like), [inputs, positions].
+
+    Special are the ids that the model's configuration names ``..._token_id``. None when there are no token ids, no such
+    id, or none of them in the data.
+    """
+    config = getattr(traced.subject.module, "config", None)
+    named = (
+        {key: value for key, value in vars(config).items() if key.endswith("_token_id")} if config is not None else {}
+    )
+    ids = {i for value in named.values() for i in (value if isinstance(value, list) else [value]) if type(i) is int}
+    names = [name for name in data.columns if _is_token_input(traced, name) and name != _MASK]
+    if len(names) != 1 or not ids:
+        return None
+    known = torch.tensor(sorted(ids))
+    column = data.columns[names[0]]
+    starts = range(0, data.count, _DIGEST_ROWS)
+    found = torch.cat([torch.isin(column.rows(s, min(s + _DIGEST_ROWS, data.count)), known) for s in starts])
+    return found if bool(found.any()) else None
 
 
 def require_disjoint(evaluation: DataSet, calibration: DataSet) -> None:

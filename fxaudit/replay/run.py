@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from fxaudit.model.compare import Comparison, Comparisons, compare
 from fxaudit.model.data import DataSet
 from fxaudit.model.settings import exact_numerics
 from fxaudit.model.trace import Finding, run_flat
-from fxaudit.provenance import environment, tensor_digest
+from fxaudit.provenance import environment, json_digest, tensor_digest
 from fxaudit.replay import store
 from fxaudit.replay.store import CoefficientStore
 
@@ -22,11 +22,15 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A finished store, how many batches this run added to it, and what was found on the way."""
+    """A finished store, how many batches this run added to it, and what was found on the way.
+
+    `predicted_bytes` is the need of the whole store, as told before recording.
+    """
 
     store: CoefficientStore
     recorded: int
     findings: tuple[Finding, ...]
+    predicted_bytes: int
 
 
 class IdentityReplay(Comparisons):
@@ -50,8 +54,26 @@ def record(
         DataError: the batch size is not one that the graph takes.
     """
     batch_size = _batch_size(frozen, batch_size)
+    with store.locked(directory):
+        return _record(frozen, data, directory, batch_size, progress)
+
+
+def bytes_needed(frozen: FrozenModel, data: DataSet, batch_size: int | None = None) -> int:
+    """What recording `data` needs on disk, in bytes, rounded up.
+
+    Raises:
+        DataError: the batch size is not one that the graph takes.
+    """
+    size = _batch_size(frozen, batch_size)
     recorded = [*frozen.coefficients, *frozen.taps]
-    need = store.bytes_per_input(recorded) * data.count
+    return store.bytes_needed(recorded, len(store.plan_batches(data.count, size)), size)
+
+
+def _record(
+    frozen: FrozenModel, data: DataSet, directory: Path, batch_size: int, progress: Progress | None
+) -> Recording:
+    recorded = [*frozen.coefficients, *frozen.taps]
+    need = bytes_needed(frozen, data, batch_size)
     writer = store.create(directory, manifest(frozen, data, batch_size), need)
     missing = writer.missing()
     findings: list[Finding] = []
@@ -67,7 +89,7 @@ def record(
             writer.write(batch, tensors, strides, _digest(outputs))
             if progress is not None:
                 progress(done + 1, len(missing))
-    return Recording(writer.store, len(missing), tuple(findings))
+    return Recording(writer.store, len(missing), tuple(findings), need)
 
 
 def replay_identity(frozen: FrozenModel, data: DataSet, recording: CoefficientStore) -> IdentityReplay:
@@ -127,7 +149,10 @@ def manifest(frozen: FrozenModel, data: DataSet, batch_size: int) -> dict[str, A
             "graph": traced.graph_digest(),
             "settings": traced.settings,
         },
-        "patterns": {controller.id: controller.pattern for controller in frozen.controllers},
+        "patterns": {
+            controller.id: {"name": controller.pattern, "intervene": json_digest(asdict(controller.intervene))}
+            for controller in frozen.controllers
+        },
         "data": {"digest": data.digest},
         "environment": environment(),
         "count": data.count,

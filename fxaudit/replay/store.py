@@ -8,22 +8,27 @@ Every tensor is stored with the input axis first and products factored, so a rec
 lays its coefficients out: a router's ``batch*token k`` is stored as ``batch token k``. Shards keep the strides that
 each tensor had, since strides can change bits downstream. Shards and manifest are written aside and renamed, so a
 file that is there is complete; a line of `shards.jsonl` is written only after its shard. Nothing is pickled.
+
+A shard is hashed once by each process that reads it, and then read memory-mapped. Who records holds a lock on the
+directory, which ends with the process; reading needs none, and no right to write.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as load_safetensors
+from safetensors import safe_open
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
@@ -34,6 +39,8 @@ from fxaudit.provenance import differences
 SCHEMA = "fxaudit.store/1"
 _MANIFEST = "manifest.json"
 _LOG = "shards.jsonl"
+# What a shard's header needs beside the values, for each tensor: its name twice, shape, offsets and strides.
+_HEADER, _HEADER_PER_TENSOR = 256, 320
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,8 @@ class CoefficientStore:
     directory: Path
     manifest: Mapping[str, Any]
     shards: Mapping[int, Mapping[str, Any]]
+    # The batches whose bytes have been found to be what the log says.
+    _whole: set[int] = field(default_factory=set, repr=False, compare=False)
 
     @property
     def batches(self) -> tuple[Batch, ...]:
@@ -100,6 +109,8 @@ class CoefficientStore:
     def rows(self, keys: Sequence[str], inputs: Sequence[int]) -> dict[str, Tensor]:
         """The recorded tensors of given inputs by key, in that order, input axis first.
 
+        Each shard is opened once, and no more of it is read than these inputs.
+
         Raises:
             StoreError: a shard is missing or differs from what was recorded.
         """
@@ -107,15 +118,26 @@ class CoefficientStore:
         places = [divmod(i, size) for i in inputs]
         parts: dict[str, list[Tensor | None]] = {key: [None] * len(places) for key in keys}
         for index in sorted({batch for batch, _ in places}):
-            tensors = self.samples(self.batches[index])
-            for row, (batch, offset) in enumerate(places):
-                if batch == index:
-                    for key in keys:
-                        parts[key][row] = tensors[key][offset]
+            with safe_open(self._verified(self.batches[index]), framework="pt") as shard:
+                slices = {key: shard.get_slice(key) for key in keys}
+                for row, (batch, offset) in enumerate(places):
+                    if batch == index:
+                        for key in keys:
+                            parts[key][row] = slices[key][offset : offset + 1][0]
         return {key: torch.stack([part for part in rows if part is not None]) for key, rows in parts.items()}
 
     def read(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-        """The `samples` of a batch, and the strides that each tensor had in the graph, from one read of the shard.
+        """The `samples` of a batch, and the strides that each tensor had in the graph; mapped, not to be written to.
+
+        Raises:
+            StoreError: the shard is missing or differs from what was recorded.
+        """
+        with safe_open(self._verified(batch), framework="pt") as shard:
+            tensors = {key: shard.get_tensor(key) for key in shard.keys()}  # noqa: SIM118
+            return tensors, json.loads(shard.metadata()["strides"])
+
+    def _verified(self, batch: Batch) -> Path:
+        """The path of a shard whose bytes are what was recorded.
 
         Raises:
             StoreError: the shard is missing or differs from what was recorded.
@@ -129,9 +151,10 @@ class CoefficientStore:
                 found=f"{len(self.shards)}",
                 remedy="run `fxaudit record` again; it goes on where it stopped",
             )
-        data = path.read_bytes()
+        if batch.index in self._whole:
+            return path
         recorded = self.shards[batch.index]["sha256"]
-        found = hashlib.sha256(data).hexdigest()
+        found = _file_digest(path)
         if found != recorded:
             raise StoreError(
                 f"{path} is not what was recorded",
@@ -140,9 +163,8 @@ class CoefficientStore:
                 found=f"sha256 {found}",
                 remedy="delete the file and run `fxaudit record` again; only this batch is recorded anew",
             )
-        # The metadata sits in the JSON header, whose length is in the first eight bytes.
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return load_safetensors(data), json.loads(header["__metadata__"]["strides"])
+        self._whole.add(batch.index)
+        return path
 
 
 def describe(coefficient: Coefficient) -> dict[str, Any]:
@@ -221,7 +243,42 @@ def bytes_per_input(coefficients: Sequence[Coefficient]) -> int:
     return total
 
 
+def bytes_needed(coefficients: Sequence[Coefficient], batches: int, size: int) -> int:
+    """What the shards of some batches need on disk: padded batches, headers included, rounded up."""
+    return batches * (size * bytes_per_input(coefficients) + _HEADER + _HEADER_PER_TENSOR * len(coefficients))
+
+
 # --- writing --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the right to write a store, waiting for a process that has it; it ends with the process, however it ends.
+
+    Where directories cannot be locked (Windows, some network file systems) nothing is held.
+    """
+    try:
+        import fcntl
+
+        if not directory.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logging.getLogger(__name__).warning("another process records into %s; waiting for it", directory)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough where a forked child holds the handle, too
+        os.close(handle)
 
 
 @dataclass(slots=True)
@@ -236,7 +293,25 @@ class Writer:
     def write(
         self, batch: Batch, tensors: Mapping[str, Tensor], strides: Mapping[str, Sequence[int]], outputs: str
     ) -> None:
-        """Write the shard of a batch, then its line of the log; after a kill, both are there or the line is not."""
+        """Write the shard of a batch, then its line of the log; after a kill, both are there or the line is not.
+
+        Raises:
+            StoreError: the disk is full, or the directory cannot be written to.
+        """
+        try:
+            self._write(batch, tensors, strides, outputs)
+        except OSError as error:
+            raise StoreError(
+                f"{batch.file} could not be written",
+                where=str(self.store.directory),
+                expected="room on the disk and the right to write",
+                found=str(error),
+                remedy="make room, or name a directory that can be written to; recording goes on where it stopped",
+            ) from error
+
+    def _write(
+        self, batch: Batch, tensors: Mapping[str, Tensor], strides: Mapping[str, Sequence[int]], outputs: str
+    ) -> None:
         data = save_safetensors(
             dict(tensors), metadata={"strides": json.dumps({k: list(v) for k, v in strides.items()})}
         )
@@ -252,12 +327,12 @@ class Writer:
             log.flush()
             os.fsync(log.fileno())
         self.store = CoefficientStore(
-            self.store.directory, self.store.manifest, {**self.store.shards, batch.index: line}
+            self.store.directory, self.store.manifest, {**self.store.shards, batch.index: line}, self.store._whole
         )
 
 
 def create(directory: Path, manifest: Mapping[str, Any], need_bytes: int) -> Writer:
-    """A writer for a new store, or for one that was begun with the same manifest.
+    """A writer for a new store, or for one that was begun with the same manifest; a complete one is not written to.
 
     Raises:
         StoreError: the directory holds something else, or the disk is too small.
@@ -266,9 +341,13 @@ def create(directory: Path, manifest: Mapping[str, Any], need_bytes: int) -> Wri
     if (directory / _MANIFEST).exists():
         existing = open_store(directory)
         check_manifest(existing, manifest)
-        _remove_leftovers(directory)
-        _end_last_line(directory / _LOG)
-        return Writer(_without_damaged(existing))
+        whole = _without_damaged(existing)
+        if not whole.is_complete:
+            _remove_leftovers(directory)
+            _end_last_line(directory / _LOG)
+            missing = sum(batch.index not in whole.shards for batch in whole.batches)
+            _require_room(directory, need_bytes * missing // len(whole.batches))
+        return Writer(whole)
     if directory.is_dir():
         _remove_leftovers(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -279,6 +358,12 @@ def create(directory: Path, manifest: Mapping[str, Any], need_bytes: int) -> Wri
             remedy="name another directory",
         )
     directory.mkdir(parents=True, exist_ok=True)
+    _require_room(directory, need_bytes)
+    _write_atomically(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
+    return Writer(open_store(directory))
+
+
+def _require_room(directory: Path, need_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if need_bytes > free:
         raise StoreError(
@@ -287,8 +372,6 @@ def create(directory: Path, manifest: Mapping[str, Any], need_bytes: int) -> Wri
             found=f"{free:,} bytes free",
             remedy="record fewer inputs, or name a directory on another disk",
         )
-    _write_atomically(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
-    return Writer(open_store(directory))
 
 
 def _remove_leftovers(directory: Path) -> None:
@@ -310,9 +393,14 @@ def _without_damaged(store: CoefficientStore) -> CoefficientStore:
     whole = {}
     for index, line in store.shards.items():
         path = store.directory / str(line["file"])
-        if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == line["sha256"]:
+        if path.exists() and _file_digest(path) == line["sha256"]:
             whole[index] = line
-    return CoefficientStore(store.directory, store.manifest, whole)
+    return CoefficientStore(store.directory, store.manifest, whole, set(whole))
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_manifest(store: CoefficientStore, manifest: Mapping[str, Any]) -> None:

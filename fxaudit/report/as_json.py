@@ -103,6 +103,7 @@ def record(recording: Recording, traced: TracedModel, replayed: IdentityReplay) 
         "batches": len(store.batches),
         "recorded": recording.recorded,
         "bytes": store.size_bytes,
+        "predicted_bytes": recording.predicted_bytes,
         "coefficients": list(store.manifest["coefficients"].values()),
         "identity": identity(replayed),
         "findings": [finding(found) for found in recording.findings],

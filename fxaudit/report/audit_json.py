@@ -76,8 +76,24 @@ def variation(found: Variation) -> dict[str, Any]:
                 "shares": c.shares,
                 "unit_means": list(c.unit_means),
                 "position_means": list(c.position_means),
+                "entropy": c.entropy,
+                "entropy_limit": c.entropy_limit,
+                "apart": {
+                    part: {"count": p.count, "mean": p.mean, "std": p.std, "shares": p.shares}
+                    for part, p in c.apart.items()
+                },
             }
             for c in found.controllers
+        ],
+        "routers": [
+            {
+                "id": r.controller,
+                "choices": r.choices,
+                "load": list(r.load) if r.load is not None else None,
+                "never_used": list(r.never_used) if r.never_used is not None else None,
+                "ties": r.ties,
+            }
+            for r in found.routers
         ],
         "skipped": list(found.skipped),
     }
@@ -89,6 +105,7 @@ def _pattern(found: PatternVariation) -> dict[str, Any]:
         "controllers": found.controllers,
         "domain": found.domain,
         "share": found.layer_share,
+        "apart": found.apart,
     }
 
 

@@ -39,7 +39,7 @@ def _variation(found: dict[str, Any]) -> str:
             parts.append(text + (f", {percent(shares[last])} of that of {LEVELS[last]}" if last != first else ""))
     moving = [c["shares"] for c in found["controllers"] if c["shares"]]
     if moving:
-        means = {name: sum(shares[name] for shares in moving) / len(moving) for name in moving[0]}
+        means = {name: sum(shares.get(name, 0.0) for shares in moving) / len(moving) for name in moving[0]}
         parts.append(
             f"within a controller the unit explains on average {percent(means['unit'])},"
             f" the position {percent(means['position'])}, the input {percent(means['input'])}"
