@@ -57,6 +57,11 @@ def tar(marker: Path) -> bytes:
     return buffer.getvalue()
 
 
+def header(content: bytes, length: int | None = None) -> bytes:
+    """The header of a safetensors file, which declares its own length."""
+    return (len(content) if length is None else length).to_bytes(8, "little") + content
+
+
 # Opcodes of protocol 2, as far as torch's restricted unpickler knows them.
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from fxaudit.errors import LoadError
 from fxaudit.model.load import load
 from fxaudit.model.weights import load_weights
-from tests.model.hostile import CONTAINERS, require_refusal, saved
+from tests.model.hostile import CONTAINERS, header, require_refusal, saved
 
 
 class Tied(nn.Module):
@@ -230,10 +230,6 @@ def test_weights_are_not_copied(tmp_path, ending):
 
 
 # --- damaged files --------------------------------------------------------------------------------------------------
-
-
-def header(content: bytes, length: int | None = None) -> bytes:
-    return (len(content) if length is None else length).to_bytes(8, "little") + content
 
 
 LIES = {
