@@ -13,10 +13,15 @@ from torch import nn
 from fxaudit.controllers.controller import Controller, build_controllers
 from fxaudit.controllers.discover import Candidate
 from fxaudit.controllers.discover import discover as find_candidates
+from fxaudit.controllers.explain import Explained
+from fxaudit.controllers.explain import explain as explain_matches
 from fxaudit.controllers.graphs import Dataflow
+from fxaudit.controllers.hidden import hidden_sites
+from fxaudit.controllers.library import available_patterns
 from fxaudit.controllers.match import MatchResult, find_matches
-from fxaudit.controllers.pattern import DEFAULT, DETECT_ONLY, EXTERNAL, OPT_IN, Pattern, load_patterns
+from fxaudit.controllers.pattern import DEFAULT, DETECT_ONLY, EXTERNAL, OPT_IN, Pattern, load_pattern, load_patterns
 from fxaudit.controllers.rewrite import FrozenModel, with_observed_domains
+from fxaudit.controllers.scaffold import scaffold
 from fxaudit.errors import NoControllerError, UsageError, nearest
 from fxaudit.model import load as loading
 from fxaudit.model import trace as tracing
@@ -125,7 +130,28 @@ def match(
     others = tuple(controller for controller in found if not controller.is_audited)
     if controllers:
         controllers = with_observed_domains(traced, controllers)
+    findings = (*findings, *hidden_sites(loaded, dataflow))
     return Matched(traced, tuple(loaded), results, controllers, findings, others)
+
+
+def explain(traced: TracedModel, pattern: Pattern | str | Path) -> Explained:
+    """Where `pattern` (a loaded one, or a file) matches in `traced`, where it nearly does, and what would let it.
+
+    Raises:
+        PatternError: a broken pattern file, or a pattern that is too ambiguous.
+    """
+    chosen = pattern if isinstance(pattern, Pattern) else load_pattern(pattern)
+    return explain_matches(chosen, Dataflow(traced.graph_module), traced.sample)
+
+
+def draft(traced: TracedModel, target: str, name: str) -> str:
+    """The text of a pattern file called `name` that matches at `target`, a module path or a node of the graph.
+
+    Raises:
+        UsageError: there is no such module or node.
+        PatternError: nothing there looks like a controller.
+    """
+    return scaffold(name, target, Dataflow(traced.graph_module), traced.sample)
 
 
 def _check_enabled(enable: Collection[str], patterns: Sequence[Pattern]) -> None:
@@ -176,7 +202,7 @@ def discover(
 
 def _patterns(patterns: Sequence[Pattern | str | Path] | None) -> list[Pattern]:
     if patterns is None:
-        return load_patterns()
+        return available_patterns()
     loaded = [pattern for pattern in patterns if isinstance(pattern, Pattern)]
     places = [place for place in patterns if not isinstance(place, Pattern)]
     return loaded + (load_patterns(*places) if places else [])

@@ -225,9 +225,27 @@ def test_weights_are_loaded_from_a_file(tmp_path, traced):
     assert found["model"]["fingerprint"] != traced["model"]["fingerprint"]
 
 
-def test_patterns_replace_the_shipped_ones():
-    found = output("trace", GATED, "--patterns", ROOT / "patterns" / "se-gate.toml", "--json")
+def test_the_users_patterns_are_added_to_the_shipped_ones(tmp_path, traced):
+    text = (ROOT / "patterns" / "se-gate.toml").read_text().replace('"se-gate"', '"my-gate"')
+    (tmp_path / "my-gate.toml").write_text(text)
+    assert set(output("trace", GATED, "--patterns", tmp_path, "--json")["counts"]) == {*traced["counts"], "my-gate"}
+
+
+def test_the_library_may_be_left_out():
+    found = output("trace", GATED, "--no-library", "--patterns", ROOT / "patterns" / "se-gate.toml", "--json")
     assert found["counts"] == {"se-gate": 0}
+
+
+def test_an_enabled_family_is_audited_and_counted_apart(tmp_path):
+    text = (
+        (ROOT / "patterns" / "feature-gate.toml").read_text().replace('"feature-gate"', '"my-gate"\nclass = "opt-in"')
+    )
+    (tmp_path / "my-gate.toml").write_text(text)
+    options = ("--no-library", "--patterns", tmp_path, "--json")
+    assert output("trace", GATED, *options)["controllers"] == []
+    found = output("trace", GATED, *options, "--enable", "my-gate")
+    assert (found["counts"], found["other"]) == ({}, {"my-gate": 1})
+    assert [controller["class"] for controller in found["controllers"]] == ["opt-in"]
 
 
 # --- exit codes and errors ------------------------------------------------------------------------------------------
@@ -404,6 +422,63 @@ def test_a_pattern_is_shown_as_json():
     found = output("pattern", "show", "se-gate", "--json")
     assert (found["schema"], found["name"]) == ("fxaudit.pattern-show/1", "se-gate")
     assert found["text"] == (ROOT / "patterns" / "se-gate.toml").read_text()
+
+
+def test_a_pattern_is_explained_as_json_with_its_matches():
+    found = output("explain", "feature-gate", GATED, "--json")
+    assert (found["schema"], len(found["matches"])) == ("fxaudit.explain/1", 1)
+
+
+@pytest.fixture(scope="module")
+def silu_gate(tmp_path_factory):
+    """A pattern that one token keeps from matching the gate."""
+    path = tmp_path_factory.mktemp("explain") / "silu-gate.toml"
+    text = (ROOT / "patterns" / "feature-gate.toml").read_text().replace('"feature-gate"', '"silu-gate"')
+    match = """match = '''
+    coefficient = silu(chain(linear | layout)(input))
+    apply       = chain(layout, least=0)(coefficient) * value
+    '''"""
+    path.write_text(re.sub(r"match = '''.*?'''", match, text, count=1, flags=re.DOTALL))
+    return path
+
+
+def test_a_near_miss_is_explained_with_an_edit_that_then_matches(silu_gate):
+    (edit, *_) = [miss["edit"] for miss in output("explain", silu_gate, GATED, "--json")["near_misses"] if miss["edit"]]
+    lines = silu_gate.read_text().split("\n")
+    assert lines[edit["line"] - 1] == edit["before"]
+    lines[edit["line"] - 1] = edit["after"]
+    folder = silu_gate.parent / "edited"
+    folder.mkdir()
+    (folder / silu_gate.name).write_text("\n".join(lines))
+    assert len(output("explain", folder / silu_gate.name, GATED, "--json")["matches"]) == 1
+
+
+def test_a_near_miss_is_explained_as_text_with_the_users_line(silu_gate):
+    text = run("explain", silu_gate, GATED).stdout
+    assert "no match" in text
+    assert "expected silu, found sigmoid" in text
+    assert "small_models.py:" in text
+
+
+def test_a_drafted_pattern_finds_the_controller_that_it_was_drafted_from(tmp_path, traced):
+    (controller,) = traced["controllers"]
+    path = tmp_path / "drafted.toml"
+    assert run("pattern", "new", GATED, controller["module"], "-o", path).exit_code == 0
+    found = output("trace", GATED, "--no-library", "--patterns", path, "--json")
+    assert found["counts"] == {"drafted": 1}
+    assert found["controllers"][0]["applies"] == controller["applies"]
+
+
+def test_an_existing_file_is_not_drafted_over(tmp_path):
+    (tmp_path / "drafted.toml").write_text("mine")
+    fails(2, "pattern", "new", GATED, "mix", "-o", tmp_path / "drafted.toml")
+    assert (tmp_path / "drafted.toml").read_text() == "mine"
+
+
+def test_a_draft_is_linted_for_what_its_author_still_owes(tmp_path):
+    run("pattern", "new", GATED, "mix", "-o", tmp_path / "drafted.toml")
+    found = fails(4, "pattern", "lint", "--patterns", tmp_path, "--json").stdout
+    assert [c["kind"] for c in json.loads(found)["complaints"]] == ["no-positive-example", "no-negative-example"]
 
 
 def test_an_unknown_pattern_is_refused_with_the_nearest_one():

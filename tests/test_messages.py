@@ -55,9 +55,9 @@ MESSAGES = {
         """\
 unknown key `examples`; did you mean `example`?
   where:    gate.toml:4
-  expected: a pattern has schema, name, summary, cite, match, shape, where, exclude, intervene, example
+  expected: a pattern has schema, name, summary, cite, class, priority, requires, waives, match, shape, where, exclude, claims, intervene, example
   found:    examples
-  next:     docs/patterns.md lists every key and construct""",
+  next:     docs/patterns.md lists every key and construct""",  # noqa: E501
     ),
     "unknown op class": (
         "sigmoid(linear(pooled))",

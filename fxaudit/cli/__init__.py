@@ -11,7 +11,7 @@ from fxaudit.cli.exporting import export
 from fxaudit.cli.group import Group
 from fxaudit.cli.patterns import pattern
 from fxaudit.cli.replaying import record, replay
-from fxaudit.cli.tracing import trace
+from fxaudit.cli.tracing import explain, trace
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -24,5 +24,5 @@ def main() -> None:
     """
 
 
-for _command in (trace, discover, record, replay, audit, export, report, pattern, doctor):
+for _command in (trace, explain, discover, record, replay, audit, export, report, pattern, doctor):
     main.add_command(_command)

@@ -10,7 +10,15 @@ import click
 
 from fxaudit.audit import audit as run_audit
 from fxaudit.cli.console import finite, progress, show
-from fxaudit.cli.options import data_options, json_option, model_options, replay_options, replaying_of, subject_of
+from fxaudit.cli.options import (
+    data_options,
+    json_option,
+    model_options,
+    patterns_of,
+    replay_options,
+    replaying_of,
+    subject_of,
+)
 from fxaudit.controllers.pattern import library_path
 from fxaudit.errors import DataError
 from fxaudit.report import as_text, audit_json
@@ -40,7 +48,7 @@ def audit(directory: Path, as_json_: bool, calibration: str, **options: Any) -> 
         options["data"],
         calibration,
         directory,
-        patterns=options["patterns"] or None,
+        patterns=patterns_of(options),
         enable=options["enable"],
         batch_size=options["batch_size"],
         limit=options["limit"],

@@ -11,7 +11,10 @@ import click
 from fxaudit import stages
 from fxaudit.audit import ReplayOptions
 from fxaudit.cli.console import working
+from fxaudit.controllers.library import available_patterns
+from fxaudit.controllers.pattern import Pattern, load_pattern
 from fxaudit.controllers.rewrite import FrozenModel
+from fxaudit.errors import PatternError, nearest
 from fxaudit.model.load import Subject
 from fxaudit.model.placement import DTYPES
 from fxaudit.replay.intervene import parse_interventions
@@ -37,7 +40,10 @@ patterns_option = click.option(
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE|DIR",
-    help="Pattern files or folders to use instead of the shipped ones; may be repeated.",
+    help="Pattern files or folders of your own, beside the shipped ones; may be repeated.",
+)
+library_option = click.option(
+    "--no-library", is_flag=True, help="Leave out the shipped patterns and those of installed packages."
 )
 enable_option = click.option(
     "--enable",
@@ -59,6 +65,7 @@ model_options = options_of(
     click.option("--trust-remote-code", is_flag=True, help="Run code that a Hugging Face directory or hub id brings."),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights, inputs and draws."),
     patterns_option,
+    library_option,
     enable_option,
 )
 DATA_HELP = (
@@ -104,6 +111,25 @@ replay_options = options_of(
 )
 
 
+def patterns_of(options: dict[str, Any]) -> list[Pattern]:
+    return available_patterns(options["patterns"], shipped=not options["no_library"])
+
+
+def chosen_pattern(name: str, patterns: list[Pattern]) -> Pattern:
+    """The pattern of that name, or in that file."""
+    if name.endswith(".toml"):
+        return load_pattern(name)
+    by_name = {pattern.name: pattern for pattern in patterns}
+    if name not in by_name:
+        raise PatternError(
+            f"there is no pattern `{name}`{nearest(name, set(by_name))}",
+            expected=", ".join(by_name),
+            found=name,
+            remedy="`fxaudit pattern list` shows them; a file is named with its .toml",
+        )
+    return by_name[name]
+
+
 def subject_of(options: dict[str, Any]) -> Subject:
     return stages.load(
         options["model"],
@@ -123,9 +149,7 @@ def subject_of(options: dict[str, Any]) -> Subject:
 def frozen_of(options: dict[str, Any]) -> FrozenModel:
     subject = subject_of(options)
     with working("tracing"):
-        return stages.freeze(
-            subject, patterns=options["patterns"] or None, enable=options["enable"], seed=options["seed"]
-        )
+        return stages.freeze(subject, patterns=patterns_of(options), enable=options["enable"], seed=options["seed"])
 
 
 def replaying_of(options: dict[str, Any]) -> ReplayOptions:

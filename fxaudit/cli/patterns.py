@@ -1,34 +1,46 @@
-"""fxaudit pattern list, show and test."""
+"""fxaudit pattern list, show, new, lint and test."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from fxaudit.cli.console import print_json, show, stdout
+from fxaudit import stages
+from fxaudit.cli.console import print_json, show, stdout, working
 from fxaudit.cli.group import Group
-from fxaudit.cli.options import json_option, patterns_option
+from fxaudit.cli.options import (
+    chosen_pattern,
+    json_option,
+    library_option,
+    model_options,
+    patterns_of,
+    patterns_option,
+    subject_of,
+)
 from fxaudit.controllers.examples import run_example
+from fxaudit.controllers.lint import lint
 from fxaudit.controllers.pattern import Pattern, load_patterns
-from fxaudit.errors import PatternError, nearest
+from fxaudit.errors import PatternError, UsageError
 from fxaudit.report import as_text
 
 
 @click.group(cls=Group)
 def pattern() -> None:
-    """List, show and test pattern files."""
+    """List, show, draft, check and test pattern files."""
 
 
 @pattern.command("list")
 @patterns_option
+@library_option
 @json_option
-def pattern_list(patterns: tuple[Path, ...], as_json_: bool) -> None:
-    """List the patterns that are searched for.
+def pattern_list(as_json_: bool, **options: Any) -> None:
+    """List the patterns that are searched for: shipped, of installed packages, and your own.
 
     Example: fxaudit pattern list
     """
-    loaded = load_patterns(*patterns)
+    loaded = patterns_of(options)
     described = [
         {"name": p.name, "class": p.family_class, "summary": p.summary, "cite": p.cite, "path": str(p.path)}
         for p in loaded
@@ -43,13 +55,14 @@ def pattern_list(patterns: tuple[Path, ...], as_json_: bool) -> None:
 @pattern.command("show")
 @click.argument("name")
 @patterns_option
+@library_option
 @json_option
-def pattern_show(name: str, patterns: tuple[Path, ...], as_json_: bool) -> None:
+def pattern_show(name: str, as_json_: bool, **options: Any) -> None:
     """Print the pattern file NAME.
 
     Example: fxaudit pattern show se-gate
     """
-    (chosen,) = named(name, patterns)
+    chosen = chosen_pattern(name, patterns_of(options))
     text = chosen.path.read_text(encoding="utf-8")
     if as_json_:
         print_json({"schema": "fxaudit.pattern-show/1", "name": chosen.name, "path": str(chosen.path), "text": text})
@@ -57,19 +70,80 @@ def pattern_show(name: str, patterns: tuple[Path, ...], as_json_: bool) -> None:
         click.echo(text, nl=False)
 
 
+@pattern.command("new")
+@model_options
+@click.argument("target", metavar="NODE|MODULE-PATH")
+@click.option(
+    "-o", "--pattern", "path", type=click.Path(path_type=Path), metavar="FILE", help="Write here, not to stdout."
+)
+def pattern_new(target: str, path: Path | None, **options: Any) -> None:
+    """Draft a pattern file from a place in MODEL: a module path, or a node that `trace --json` names.
+
+    Example: fxaudit pattern new torchvision:mobilenet_v3_small features.1.block.1 --random-init
+    """
+    if path is not None and path.suffix != ".toml":
+        raise UsageError(
+            f"{path} is no name of a pattern file",
+            expected="NAME.toml",
+            found=path.name,
+            remedy="the stem of the file becomes the name of the pattern",
+        )
+    if path is not None and path.exists():
+        raise UsageError(
+            f"{path} exists already", expected="a new file", found=str(path), remedy="name another, or remove it"
+        )
+    subject = subject_of(options)
+    with working("tracing"):
+        traced = stages.trace(subject, seed=options["seed"])
+    text = stages.draft(traced, target, path.stem if path is not None else "new-pattern")
+    if path is None:
+        click.echo(text, nl=False)
+    else:
+        path.write_text(text, encoding="utf-8")
+        click.echo(path)
+
+
+@pattern.command("lint")
+@click.argument("name", required=False)
+@patterns_option
+@library_option
+@json_option
+def pattern_lint(name: str | None, as_json_: bool, **options: Any) -> None:
+    """Check the pattern NAME (your own with --patterns; all, without either) without a model.
+
+    Example: fxaudit pattern lint se-gate
+    """
+    found = [complaint for one in _chosen(name, options) for complaint in lint(one)]
+    if as_json_:
+        rows = [{"kind": c.kind, "where": c.where, "text": c.text} for c in found]
+        print_json({"schema": "fxaudit.pattern-lint/1", "complaints": rows})
+    else:
+        for complaint in found:
+            click.echo(f"{complaint.where}: {complaint.kind}: {complaint.text}")
+    if found:
+        raise PatternError(
+            f"{len(found)} complaints",
+            expected="none",
+            found=", ".join(dict.fromkeys(complaint.kind for complaint in found)),
+            remedy="docs/patterns.md shows a whole pattern",
+        )
+
+
 @pattern.command("test")
 @click.argument("name", required=False)
 @patterns_option
+@library_option
 @json_option
-def pattern_test(name: str | None, patterns: tuple[Path, ...], as_json_: bool) -> None:
-    """Run the inline examples of the pattern NAME (of all, without NAME). This runs the code in those files.
+def pattern_test(name: str | None, as_json_: bool, **options: Any) -> None:
+    """Run the inline examples of the pattern NAME (your own with --patterns; all, without either).
+
+    This runs the code in those files.
 
     Example: fxaudit pattern test se-gate
     """
-    chosen = named(name, patterns) if name else load_patterns(*patterns)
     results = []
     console = stdout()
-    for one in chosen:
+    for one in _chosen(name, options):
         for example in one.examples:
             outcome = run_example(one, example)
             results.append((one, outcome))
@@ -91,15 +165,8 @@ def pattern_test(name: str | None, patterns: tuple[Path, ...], as_json_: bool) -
         )
 
 
-def named(name: str, places: tuple[Path, ...]) -> list[Pattern]:
-    loaded = load_patterns(*places)
-    chosen = [p for p in loaded if p.name == name]
-    if not chosen:
-        names = [p.name for p in loaded]
-        raise PatternError(
-            f"there is no pattern `{name}`{nearest(name, names)}",
-            expected=", ".join(names),
-            found=name,
-            remedy="`fxaudit pattern list` shows them",
-        )
-    return chosen
+def _chosen(name: str | None, options: dict[str, Any]) -> list[Pattern]:
+    """The one that is named; else the user's own, where some are given; else all."""
+    if name is not None:
+        return [chosen_pattern(name, patterns_of(options))]
+    return load_patterns(*options["patterns"]) if options["patterns"] else patterns_of(options)

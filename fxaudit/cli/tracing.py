@@ -1,4 +1,4 @@
-"""fxaudit trace."""
+"""fxaudit trace and fxaudit explain."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 from fxaudit import stages
 from fxaudit.cli.console import show, working
-from fxaudit.cli.options import json_option, model_options, subject_of
+from fxaudit.cli.options import chosen_pattern, json_option, model_options, patterns_of, subject_of
 from fxaudit.report import as_json, as_text
 
 
@@ -22,7 +22,21 @@ def trace(as_json_: bool, **options: Any) -> None:
     """
     subject = subject_of(options)
     with working("tracing"):
-        report = stages.inspect(
-            subject, patterns=options["patterns"] or None, enable=options["enable"], seed=options["seed"]
-        )
+        report = stages.inspect(subject, patterns=patterns_of(options), enable=options["enable"], seed=options["seed"])
     show(as_json_, lambda: as_json.trace(report), lambda console: as_text.trace(report, console))
+
+
+@click.command()
+@click.argument("pattern", metavar="PATTERN")
+@model_options
+@json_option
+def explain(pattern: str, as_json_: bool, **options: Any) -> None:
+    """Explain where PATTERN (a name or a file) matches in MODEL, where it nearly does, and what stops it there.
+
+    Example: fxaudit explain se-gate torchvision:resnet18 --random-init
+    """
+    chosen = chosen_pattern(pattern, patterns_of(options))
+    subject = subject_of(options)
+    with working("tracing"):
+        found = stages.explain(stages.trace(subject, seed=options["seed"]), chosen)
+    show(as_json_, lambda: as_json.explain(found), lambda console: as_text.explain(found, console))

@@ -36,18 +36,21 @@ class Plan:
     anchors: tuple[Node, ...]
 
 
-def plan(pattern: Pattern, dataflow: Dataflow) -> Plan:
-    """The plan of one pattern for one graph."""
+def plan(pattern: Pattern, dataflow: Dataflow, *, thorough: bool = False) -> Plan:
+    """The plan of one pattern for one graph; a thorough one leaves nothing out that could be a near miss."""
     needed = {"apply", *pattern.bound, *pattern.intervene.taps.values()}.difference(pattern.intervene.optional)
     terms = [*pattern.equations.values(), *(term for *_, term in pattern.exclude)]
     every = [inner for term in terms for inner in walk(term)]
     missing = next((m for name in sorted(needed) if (m := _missing(pattern.equations[name], pattern, dataflow))), None)
     options: dict[Term, tuple[Term, ...]] = {
-        term: tuple(o for o in term.options if not _missing(o, pattern, dataflow))
+        term: tuple(o for o in term.options if thorough or not _missing(o, pattern, dataflow))
         for term in every
         if isinstance(term, Either)
     }
     roots = {term: _roots(term, pattern.equations, options) for term in every}
+    if thorough:
+        at = _nodes_of(roots[pattern.equations["apply"]], dataflow)
+        return Plan(None if at else missing, roots, options, tuple(sorted(at, key=dataflow.order.__getitem__)))
     anchors = () if missing else _anchors(pattern, dataflow, roots, options)
     return Plan(missing, roots, options, anchors)
 

@@ -33,6 +33,15 @@ class Document:
             raise PatternError(
                 f"{path} cannot be read", expected="a UTF-8 text file", found=str(error), remedy="check the file"
             ) from error
+        return cls.parse(path, text)
+
+    @classmethod
+    def parse(cls, path: Path, text: str) -> Self:
+        """The document that a text is, as if it stood in `path`.
+
+        Raises:
+            PatternError: the text is not TOML.
+        """
         try:
             document = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:

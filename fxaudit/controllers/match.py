@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import Node
@@ -70,7 +70,7 @@ class NearMiss:
 
     `line` is the line of the match block, 0 when a shape, a predicate or a structural test failed; `progress` orders
     near misses: names bound, then nodes visited on the way. `anchor` is None when the graph lacks an op that the
-    pattern needs.
+    pattern needs. `template`, `nodes` and `about` are those of the failure: see `unify.Failure`.
     """
 
     pattern: Pattern
@@ -80,6 +80,9 @@ class NearMiss:
     line: int
     bound: tuple[str, ...]
     progress: tuple[int, int]
+    template: str = ""
+    nodes: Mapping[str, Any] = field(default_factory=dict)
+    about: tuple[Any, ...] | None = None
 
     @property
     def source(self) -> str:
@@ -98,16 +101,25 @@ class MatchResult:
     visits: int
 
 
-def find_matches(pattern: Pattern, dataflow: Dataflow, sample: Size | None) -> MatchResult:
+def find_matches(
+    pattern: Pattern,
+    dataflow: Dataflow,
+    sample: Size | None,
+    *,
+    thorough: bool = False,
+    anchors: Sequence[Node] | None = None,
+) -> MatchResult:
     """Where `pattern` occurs.
 
     Args:
         sample: the size of the input axis, to which the pattern's sample axis is bound from the start.
+        thorough: look for near misses at every node that may be an apply site, whatever else the graph lacks.
+        anchors: look at these nodes only.
 
     Raises:
         PatternError: the pattern is too ambiguous for one anchor's visit budget.
     """
-    chosen = plan(pattern, dataflow)
+    chosen = plan(pattern, dataflow, thorough=thorough)
     if chosen.missing is not None:
         reason = f"no `{' | '.join(chosen.missing)}` in the graph"
         return MatchResult(pattern, (), (NearMiss(pattern, None, None, reason, 0, (), (0, 0)),), 0)
@@ -118,7 +130,7 @@ def find_matches(pattern: Pattern, dataflow: Dataflow, sample: Size | None) -> M
     matches: list[Match] = []
     failures: list[tuple[Node, Failure]] = []
     visits = 0
-    for anchor in chosen.anchors:
+    for anchor in chosen.anchors if anchors is None else anchors:
         unifier = Unifier(pattern, dataflow, anchor, chosen, admits)
         found = next(filter(None, (_verdict(unifier, reading, sample) for reading in unifier.readings())), None)
         visits += unifier.visits
@@ -135,7 +147,10 @@ def find_matches(pattern: Pattern, dataflow: Dataflow, sample: Size | None) -> M
         elif unifier.failure is not None:
             failures.append((anchor, unifier.failure))
     best = heapq.nlargest(NEAR_MISSES, failures, key=lambda pair: pair[1].progress)
-    near = [NearMiss(pattern, anchor, f.node, f.reason, f.line, f.bound, f.progress) for anchor, f in best]
+    near = [
+        NearMiss(pattern, anchor, f.node, f.reason, f.line, f.bound, f.progress, f.template, f.nodes, f.about)
+        for anchor, f in best
+    ]
     return MatchResult(pattern, tuple(matches), tuple(near), visits)
 
 
@@ -152,17 +167,18 @@ def _verdict(unifier: Unifier, bindings: Bindings, sample: Size | None) -> Match
     for term, node in bindings.get(OVERS, ()):
         reason = _over_refusal(term, node, layouts)
         if reason is not None:
-            unifier.fail(bindings, node, term.line, "{}", reason, depth=1)
+            about = ("over", term, _axes_reduced(term, node, layouts))
+            unifier.fail(bindings, node, term.line, "{}", reason, depth=1, about=about)
             return None
     nodes = {key: value for key, value in bindings.items() if isinstance(value, Node)}
     for predicate in pattern.where:
         reason = predicates.refused_by(predicate, sizes, nodes, dataflow)
         if reason is not None:
-            unifier.fail(bindings, bindings["coefficient"], 0, "{}", reason, depth=1)
+            unifier.fail(bindings, bindings["coefficient"], 0, "{}", reason, depth=1, about=("where", predicate.text))
             return None
     for text, name, term in pattern.exclude:
         if name in bindings and _excludes(unifier, name, term, bindings, layouts):
-            unifier.fail(bindings, bindings[name], 0, "excluded: `{}`", text, depth=1)
+            unifier.fail(bindings, bindings[name], 0, "excluded: `{}`", text, depth=1, about=("exclude", text))
             return None
     applied = _applied_controller(unifier, bindings, layouts)
     if applied is None:
@@ -264,7 +280,7 @@ def _fit_rest(
     if not fitting:
         known = ", ".join(f"{axis}={axes.format_size(size)}" for axis, size in sizes.items())
         template = "[shape] {} = {}" + (" where {}" if known else "")
-        unifier.fail(bindings, node, 0, template, name, mismatch, known, depth=1)
+        unifier.fail(bindings, node, 0, template, name, mismatch, known, depth=1, about=("shape", name, dict(sizes)))
     return None
 
 
@@ -283,6 +299,14 @@ def _over_refusal(term: Op, node: Node, layouts: Mapping[str, AxisNames]) -> str
         f"expected a reduction over {', '.join(term.over)}, found one over {', '.join(reduced) or 'nothing'}"
         f" in {describe(node)}"
     )
+
+
+def _axes_reduced(term: Op, node: Node, layouts: Mapping[str, AxisNames]) -> list[str]:
+    """The names of the axes that a reduction is over."""
+    operand = term.operands[0]
+    assert isinstance(operand, Name)  # checked when the pattern was read
+    layout = ["*".join(axis) for axis in layouts[operand.name]]
+    return list(dict.fromkeys(layout[i] for i in sorted(_reduced_axes(node, len(layout)))))
 
 
 def _reduced_axes(node: Node, rank: int) -> set[int]:

@@ -41,7 +41,7 @@ DOMAINS = ("log-decay", "doubly-stochastic")
 # Structural tests that a family outside the default set may waive, since failing them is why it is outside.
 WAIVABLE = ("T2", "T3", "T4", "T5", "T6")
 # Settings of a trace that a family may need to be visible at all: {setting: values}.
-REQUIREMENTS = {"attention": ("eager", "sdpa"), "decompose": ("lstm", "gru", "rnn")}
+REQUIREMENTS = {"attention": ("eager",), "decompose": ("lstm",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +179,15 @@ def load_pattern(path: Path | str) -> Pattern:
         PatternError: naming file, line and key, with the nearest valid spelling.
     """
     return _Reader.read(Path(path)).pattern()
+
+
+def parse_pattern(path: Path, text: str) -> Pattern:
+    """The pattern that a text is, as if it stood in `path`; completely checked.
+
+    Raises:
+        PatternError: as `load_pattern` does.
+    """
+    return _Reader.parse(path, text).pattern()
 
 
 class _Reader(Document):

@@ -79,6 +79,11 @@ class Predicate:
     text: str
     tree: ast.expr
 
+    @property
+    def names(self) -> list[str]:
+        """The axes, captures and predicates that it mentions."""
+        return _names(self.tree)
+
 
 def parse_predicate(text: str, axes: set[str], captures: set[str]) -> Predicate:
     """The predicate that `text` denotes.

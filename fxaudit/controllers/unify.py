@@ -43,7 +43,9 @@ DEPTH = "#depth"
 class Failure:
     """Where unification stopped: the template is filled only when somebody reads it, since most failures are discarded.
 
-    `line` is the line of the match block, 0 when a shape, a predicate or a structural test failed.
+    `line` is the line of the match block, 0 when a shape, a predicate or a structural test failed. `about` says which
+    part of the pattern, for whoever wants to edit it: ``("op", term)``, ``("attribute", term, key, found)``, ``("over",
+    term, axes)``, ``("shape", capture, sizes)``, ``("where", text)``, ``("exclude", text)``; None for the rest.
     """
 
     progress: tuple[int, int]
@@ -51,7 +53,13 @@ class Failure:
     line: int
     template: str
     values: tuple[Any, ...]
-    bound: tuple[str, ...]
+    nodes: Mapping[str, Any]
+    about: tuple[Any, ...] | None
+
+    @property
+    def bound(self) -> tuple[str, ...]:
+        """The names that were bound by then."""
+        return tuple(self.nodes)
 
     @property
     def reason(self) -> str:
@@ -92,14 +100,21 @@ class Unifier:
                 yield reading
 
     def fail(
-        self, bindings: Bindings, node: Node | None, line: int, template: str, *values: Any, depth: int = 0
+        self,
+        bindings: Bindings,
+        node: Node | None,
+        line: int,
+        template: str,
+        *values: Any,
+        depth: int = 0,
+        about: tuple[Any, ...] | None = None,
     ) -> None:
         """Keep this failure if it is deeper than the deepest so far; `depth` counts tests passed after unification."""
         names = len(bindings) - (DEPTH in bindings) - (OVERS in bindings)
         progress = (names + depth, bindings.get(DEPTH, 0))
         if self.failure is None or progress > self.failure.progress:
-            bound = tuple(name for name in bindings if not name.startswith("#"))
-            self.failure = Failure(progress, node, line, template, values, bound)
+            nodes = {name: bound for name, bound in bindings.items() if not name.startswith("#")}
+            self.failure = Failure(progress, node, line, template, values, nodes, about)
 
     def unify(self, term: Term, node: Any, bindings: Bindings) -> Iterator[Bindings]:
         """Every way in which `node` is what `term` describes, as extended bindings.
@@ -175,15 +190,15 @@ class Unifier:
 
     def _op(self, term: Op, node: Node, bindings: Bindings) -> Iterator[Bindings]:
         if not self._is_any(node, term.names):
-            self.fail(bindings, node, term.line, "expected {}, found {}", " | ".join(term.names), node)
+            names = " | ".join(term.names)
+            self.fail(bindings, node, term.line, "expected {}, found {}", names, node, about=("op", term))
             return
         bindings = {**bindings, DEPTH: bindings.get(DEPTH, 0) + 1}
         for key, expected in term.attributes.items():
             found = attribute(node, key)
             if plain(found) != plain(absolute(node, expected) if key == "dim" else expected):
-                self.fail(
-                    bindings, node, term.line, "expected {}={}, found {}={} in {}", key, expected, key, found, node
-                )
+                template, about = "expected {}={}, found {}={} in {}", ("attribute", term, key, found)
+                self.fail(bindings, node, term.line, template, key, expected, key, found, node, about=about)
                 return
         alpha = ops.attributes(node).get("alpha", 1)
         if alpha != 1 and "alpha" not in term.attributes:
@@ -246,7 +261,9 @@ class Unifier:
                 template = "expected output [{}] of a multi-output op, found {}"
                 self.fail(bindings, node, term.line, template, index, node)
             case Op(names=names):
-                self.fail(bindings, node, term.line, "expected {}, found {}", " | ".join(names), node)
+                self.fail(
+                    bindings, node, term.line, "expected {}, found {}", " | ".join(names), node, about=("op", term)
+                )
             case Fold(names=names):
                 template = "expected the root of a fold of {}, found {}"
                 self.fail(bindings, node, term.line, template, " | ".join(names), node)
@@ -255,7 +272,7 @@ class Unifier:
                     self._reject(source, node, bindings)
                 else:
                     template = "expected a chain of {}, broken by {}"
-                    self.fail(bindings, node, term.line, template, " | ".join(names), node)
+                    self.fail(bindings, node, term.line, template, " | ".join(names), node, about=("op", term))
 
     def _chain(self, term: Chain, node: Node, bindings: Bindings) -> Iterator[Bindings]:
         # Maximal munch: every end of a walk of `least` to `most` members, the farthest first.
@@ -273,7 +290,7 @@ class Unifier:
                     queue.extend((source, depth + 1) for source in self.dataflow.data_operands(current))
             elif depth < term.least:
                 template = "expected a chain of {}, broken by {}"
-                self.fail(bindings, current, term.line, template, " | ".join(term.names), current)
+                self.fail(bindings, current, term.line, template, " | ".join(term.names), current, about=("op", term))
         for _, end in sorted(ends, key=lambda pair: -pair[0]):
             yield from self.unify(term.source, end, bindings)
 

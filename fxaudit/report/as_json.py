@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from fxaudit import __version__, ops
 from fxaudit.axes import Size
 from fxaudit.controllers.controller import Coefficient, Controller
+from fxaudit.controllers.explain import Explained
 from fxaudit.controllers.match import NearMiss
 from fxaudit.execution.flops import count_flops
 from fxaudit.model.compare import Comparisons
 from fxaudit.model.trace import Finding, TracedModel
+from fxaudit.ops import source_line
 from fxaudit.provenance import environment
 from fxaudit.replay.run import IdentityReplay, Recording
 from fxaudit.stages import Discovery, Matched, TraceReport
@@ -202,6 +205,28 @@ def _near_miss(miss: NearMiss) -> dict[str, Any]:
         "line": miss.pattern.where_in_file(miss.line) if miss.line else None,
         "bound": list(miss.bound),
         "source": miss.source,
+    }
+
+
+def explain(found: Explained) -> dict[str, Any]:
+    """The JSON of `fxaudit explain`."""
+    return {
+        "schema": "fxaudit.explain/1",
+        "pattern": found.pattern.name,
+        "path": str(found.pattern.path),
+        "matches": [
+            {"coefficient": m.coefficient.name, "apply": m.apply.name, "source": source_line(m.apply)}
+            for m in found.matches
+        ],
+        "near_misses": [
+            {
+                **_near_miss(e.miss),
+                "sites": e.sites,
+                "captures": dict(e.captures),
+                "edit": dataclasses.asdict(e.edit) if e.edit is not None else None,
+            }
+            for e in found.explanations
+        ],
     }
 
 

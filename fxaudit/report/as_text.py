@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -14,9 +15,11 @@ from rich.text import Text
 from fxaudit import ops
 from fxaudit.controllers.controller import Controller
 from fxaudit.controllers.examples import Outcome
+from fxaudit.controllers.explain import Explained
 from fxaudit.controllers.pattern import Pattern
 from fxaudit.model.compare import Comparison, Comparisons
 from fxaudit.model.trace import Finding, TracedModel
+from fxaudit.ops import source_line
 from fxaudit.replay.results import Dependence, ReplayResult
 from fxaudit.replay.run import IdentityReplay, Recording
 from fxaudit.report.as_json import size_text
@@ -222,6 +225,32 @@ def export(described: dict[str, Any], console: Console) -> None:
     removed = described["removed"]
     nodes, parameters = (sum(row[key] for row in removed) for key in ("nodes", "parameters"))
     _line(console, "removed", f"{nodes} nodes and {parameters:,} parameters in {len(removed)} modules")
+
+
+def explain(found: Explained, console: Console) -> None:
+    """What `fxaudit explain` prints."""
+    pattern, misses = found.pattern, found.explanations
+    sites = collections.Counter(source_line(match.apply) for match in found.matches)
+    _line(console, pattern.name, f"{len(found.matches)} sites match" if sites else "no match")
+    for source, count in sites.items():
+        console.print(Text(f"  {count} at {source or 'a node without a source line'}"), soft_wrap=True)
+    for number, explanation in enumerate(misses, 1):
+        miss = explanation.miss
+        alike = f" ({explanation.sites} sites alike)" if explanation.sites > 1 else ""
+        at = f" at `{miss.anchor.name}`" if miss.anchor is not None else ""
+        console.print(Text(f"\nnear miss {number}{at}{alike}", style="bold"), soft_wrap=True)
+        width = max((len(name) for name, _ in explanation.captures), default=0)
+        for name, described in explanation.captures:
+            console.print(Text(f"  {name:<{width}} = {described}"), soft_wrap=True)
+        line = f"{pattern.where_in_file(miss.line)}: " if miss.line else ""
+        console.print(Text(f"  {line}{miss.reason}", style="red"), soft_wrap=True)
+        if miss.source:
+            console.print(Text(f"      {miss.source}", style="dim"), soft_wrap=True)
+        if (edit := explanation.edit) is not None:
+            console.print(Text(f"  to accept it, in {pattern.path}:{edit.line}"), soft_wrap=True)
+            console.print(Text(f"    - {edit.before}\n    + {edit.after}", style="green"), soft_wrap=True)
+    if not misses and not sites:
+        console.print(Text("  nothing in the graph is like it"), soft_wrap=True)
 
 
 def pattern_list(patterns: list[Pattern], console: Console) -> None:
