@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxaudit.errors import LoadError
-from fxaudit.model.archives import FileKind, kind_of, read_torch_pickle
+from fxaudit.model.archives import FileKind, kind_of, plain_names, read_torch_pickle
 from fxaudit.model.files import describe_file, printable
 
 _SHOWN = 4
@@ -54,7 +54,10 @@ def load_plain(path: Path, kind: FileKind) -> Any:
             found=describe_file(path),
             remedy="save it again with torch.save, or better with safetensors.torch.save_file",
         )
-    read_torch_pickle(path, kind)
+    # torch also allows what other libraries have registered in this process; here it is torch's own names only.
+    followed = read_torch_pickle(path, kind)
+    if not {name.path for name in followed.globals} <= plain_names():
+        raise _needs_code(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
