@@ -52,6 +52,7 @@ FURTHER = [
         {"attn-output-gate": 2},
         modules={"attn-output-gate": "BeamAttention"},
         source=EACH,
+        in_sample=True,
     ),
     Row(
         "B1",
@@ -286,6 +287,7 @@ FURTHER = [
         other={"sparse-index": 2},
         modules={"moe-topk": "DeepseekV32TopkRouter", "sparse-index": "DeepseekV32Indexer"},
         source="an indexer in each layer; the first layer is dense",
+        in_sample=True,
     ),
     Row(
         "X2",
@@ -295,5 +297,6 @@ FURTHER = [
         other={"attention-probs": 2},
         modules={"attention-probs": "LlamaAttention"},
         source="one for each call of attention",
+        in_sample=True,
     ),
 ]

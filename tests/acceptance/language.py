@@ -105,6 +105,7 @@ ROUTERS = [
         transformers("qwen2_moe", num_hidden_layers=4),
         {"moe-topk": 4, "scalar-gate": 4},
         modules={"moe-topk": "Qwen2MoeTopKRouter", "scalar-gate": "Qwen2MoeSparseMoeBlock"},
+        in_sample=True,
     ),
     Row(
         "38",
@@ -118,7 +119,9 @@ ROUTERS = [
         "transformers qwen3_next",
         transformers("qwen3_next", num_hidden_layers=4),
         {"delta-gate": 3, "attn-output-gate": 1, "scalar-gate": 4, "moe-topk": 4},
+        other={"z-gate": 3},
         modules={
+            "z-gate": "Qwen3NextRMSNormGated",
             "delta-gate": "Qwen3NextGatedDeltaNet",
             "attn-output-gate": "Qwen3NextAttention",
             "scalar-gate": "Qwen3NextSparseMoeBlock",
@@ -403,5 +406,6 @@ GATES_AND_RECURRENCES = [
         {"rel-bias-gate": 2},
         modules={"rel-bias-gate": "WavLMAttention"},
         source="one for each layer",
+        in_sample=True,
     ),
 ]

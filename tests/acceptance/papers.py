@@ -140,6 +140,7 @@ PAPERS = [
         {"highway-lerp": 5},
         modules={"highway-lerp": "Highway"},
         source="one for each layer",
+        in_sample=True,
     ),
     Row(
         "D2",

@@ -55,10 +55,12 @@ BOTH: dict[str, Any] = {
 for plain in """
     gpt2 gpt_neox llama smollm3 diffllama gemma2 gemma3_text qwen3 bloom mixtral qwen2_moe qwen3_moe olmoe gpt_oss
     granitemoe granitemoeshared phimoe minimax_m2 doge glm4_moe flex_olmo afmoe mimo_v2_flash cohere2_moe exaone_moe
-    hy_v3 laguna kolibri1 flint nanochat hrm_text apertus mistral stablelm olmo2 phi3 starcoder2 gptj codegen cohere2
+    hy_v3 laguna kolibri1 flint nanochat hrm_text apertus mistral stablelm olmo2 phi3 starcoder2  cohere2
     seed_oss ernie4_5 beam dory
 """.split():
     hf(plain)
+for plain in "gptj codegen".split():
+    hf(plain, rotary_dim=8)
 hf("opt", ffn_dim=96, word_embed_proj_dim=64)
 hf("qwen3_next", layer_types=LINEAR_FULL)
 hf("qwen3_5_text", layer_types=LINEAR_FULL)
