@@ -78,7 +78,8 @@ def resampled(arguments: Arguments, seed: int, batch: int | None = None) -> Argu
     def draw(tensor: Tensor) -> Tensor:
         if batch is not None and tensor.ndim:
             tensor = tensor[torch.arange(batch, device=tensor.device) % tensor.shape[0]]
-        if not tensor.numel() or tensor.unique().numel() <= _MASK_VALUES:
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if not tensor.numel() or values.unique().numel() <= _MASK_VALUES:
             return tensor.clone()
         choice = torch.randint(tensor.numel(), (tensor.numel(),), generator=generator).to(tensor.device)
         return tensor.reshape(-1)[choice].reshape(tensor.shape)
