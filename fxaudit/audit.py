@@ -16,6 +16,7 @@ from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.errors import ExportError
 from fxaudit.model.data import DataSet, require_disjoint, special_positions
 from fxaudit.model.load import Subject
+from fxaudit.model.settings import TraceOptions
 from fxaudit.model.trace import Finding
 from fxaudit.replay import dependence, intervene, variation
 from fxaudit.replay.dependence import Calibration
@@ -121,6 +122,7 @@ def audit(
     limit: int | None = None,
     replaying: ReplayOptions | None = None,
     seed: int = 0,
+    tracing: TraceOptions | None = None,
     watch: Watch = _unwatched,
 ) -> AuditReport:
     """Trace, match, record, replay, measure variation and dependence, export and execute.
@@ -131,6 +133,7 @@ def audit(
         directory: where coefficients and ONNX files go.
         limit: use at most this many inputs of each data set.
         replaying: interventions, scopes, seeds, metric and margin.
+        tracing: how the model is traced, where that is not left to fxaudit.
 
     Raises:
         NoControllerError: no pattern matches.
@@ -140,7 +143,7 @@ def audit(
     directory = Path(directory)
     replaying = replaying or ReplayOptions()
     clock = Clock(watch)
-    traced = clock.time("trace", lambda _: stages.trace(subject, seed=seed))
+    traced = clock.time("trace", lambda _: stages.trace(subject, seed=seed, options=tracing))
     matched = clock.time("match", lambda _: stages.match(traced, patterns, enable=enable))
     frozen = stages.freeze(matched)
     evaluation, calibrating = (stages.load_data(d, traced).limited(limit) for d in (data, calibration))

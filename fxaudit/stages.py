@@ -29,7 +29,7 @@ from fxaudit.model.compare import Comparison, compare
 from fxaudit.model.data import DataSet, load_data
 from fxaudit.model.inputs import resampled
 from fxaudit.model.load import Subject
-from fxaudit.model.settings import exact_numerics
+from fxaudit.model.settings import TraceOptions, exact_numerics
 from fxaudit.model.trace import Finding, TracedModel, other_batches, run_flat
 from fxaudit.replay import intervene, profiles
 from fxaudit.replay.run import IdentityReplay, Progress, Recording, replay_identity, require_identity
@@ -86,12 +86,15 @@ class TraceReport:
         return (*self.traced.findings, *self.matched.findings)
 
 
-def trace(model: Subject | nn.Module | str, inputs: Any = None, *, seed: int = 0) -> TracedModel:
+def trace(
+    model: Subject | nn.Module | str, inputs: Any = None, *, seed: int = 0, options: TraceOptions | None = None
+) -> TracedModel:
     """`model` as one flat ATen graph, compared with the model itself.
 
     Args:
         model: a loaded subject, a module (with `inputs`), or what `load` takes.
         inputs: example inputs: a tensor, a tuple of arguments, or a dict of keyword arguments.
+        options: implementations of attention and experts, ops to decompose, dynamic sequence; chosen where left out.
 
     Raises:
         LoadError, TraceError: see the errors' own text.
@@ -104,7 +107,7 @@ def trace(model: Subject | nn.Module | str, inputs: Any = None, *, seed: int = 0
         raise UsageError(
             "a loaded subject has inputs already", expected="no `inputs`", found="inputs", remedy="pass them to `load`"
         )
-    return tracing.trace(model, seed=seed)
+    return tracing.trace(model, seed=seed, options=options)
 
 
 def match(
@@ -247,7 +250,7 @@ def _no_controller(matched: Matched) -> NoControllerError:
 
 
 def inspect(
-    model: Subject | nn.Module | str,
+    model: TracedModel | Subject | nn.Module | str,
     inputs: Any = None,
     *,
     patterns: Sequence[Pattern | str | Path] | None = None,
@@ -259,7 +262,8 @@ def inspect(
     Raises:
         SelfCheckError: the frozen model does not reproduce the live one.
     """
-    matched = match(trace(model, inputs, seed=seed), patterns, enable=enable)
+    traced = model if isinstance(model, TracedModel) else trace(model, inputs, seed=seed)
+    matched = match(traced, patterns, enable=enable)
     if not matched.controllers:
         return TraceReport(matched, None)
     frozen = FrozenModel(matched.traced, matched.controllers)

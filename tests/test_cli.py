@@ -253,6 +253,7 @@ def test_an_enabled_family_is_audited_and_counted_apart(tmp_path):
 FAILURES = {
     "no such file": (3, ("trace", "nothing.py:build")),
     "no such function": (3, ("trace", f"{FILE}:gaetd")),
+    "no such setting": (2, ("trace", GATED, "--attention", "eager")),
     "no such model": (3, ("trace", "torchvision:resnet81", "--random-init")),
     "data-dependent branch": (3, ("trace", f"{FILE}:branching")),
     "other values under export": (3, ("trace", f"{FILE}:changed_under_export")),

@@ -18,6 +18,7 @@ from fxaudit.cli.options import (
     replay_options,
     replaying_of,
     subject_of,
+    trace_options_of,
 )
 from fxaudit.controllers.pattern import library_path
 from fxaudit.errors import DataError
@@ -54,6 +55,7 @@ def audit(directory: Path, as_json_: bool, calibration: str, **options: Any) -> 
         limit=options["limit"],
         replaying=asked,
         seed=options["seed"],
+        tracing=trace_options_of(options),
         watch=progress,
     )
     found = finite(audit_json.audit(report))

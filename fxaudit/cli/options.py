@@ -17,6 +17,8 @@ from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.errors import PatternError, nearest
 from fxaudit.model.load import Subject
 from fxaudit.model.placement import DTYPES
+from fxaudit.model.settings import ATTENTION, DECOMPOSE, EXPERTS, TraceOptions
+from fxaudit.model.trace import TracedModel
 from fxaudit.replay.intervene import parse_interventions
 from fxaudit.replay.metrics import load_metric
 from fxaudit.replay.permutations import read_permutations
@@ -52,6 +54,23 @@ enable_option = click.option(
     help="Audit a family outside the default set, too; may be repeated. `pattern list` shows them.",
 )
 INPUTS_HELP = "A .safetensors, .npz or .pt file of example inputs, by argument name or position (0, 1, ...)."
+trace_options = options_of(
+    click.option(
+        "--attention", type=click.Choice(ATTENTION), help="Attention of a transformers model; its own by default."
+    ),
+    click.option(
+        "--experts", type=click.Choice(EXPERTS), help="Experts of a transformers model; batched_mm by default."
+    ),
+    click.option(
+        "--decompose",
+        type=click.Choice(DECOMPOSE),
+        multiple=True,
+        help="Trace a fused op as its parts: lstm unrolls LSTM and GRU layers into their gates.",
+    ),
+    click.option(
+        "--dynamic-sequence", is_flag=True, help="Trace axes after the first with any size, where the model allows it."
+    ),
+)
 model_options = options_of(
     click.argument("model"),
     click.option("--weights", type=click.Path(path_type=Path), metavar="FILE", help="A state dict to load into MODEL."),
@@ -64,6 +83,7 @@ model_options = options_of(
     click.option("--trust-pickle", is_flag=True, help="Unpickle MODEL, which may run any code that the file carries."),
     click.option("--trust-remote-code", is_flag=True, help="Run code that a Hugging Face directory or hub id brings."),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights, inputs and draws."),
+    trace_options,
     patterns_option,
     library_option,
     enable_option,
@@ -146,10 +166,25 @@ def subject_of(options: dict[str, Any]) -> Subject:
     )
 
 
-def frozen_of(options: dict[str, Any]) -> FrozenModel:
+def trace_options_of(options: dict[str, Any]) -> TraceOptions:
+    return TraceOptions(
+        attention=options["attention"],
+        experts=options["experts"],
+        decompose=tuple(options["decompose"]),
+        dynamic_sequence=options["dynamic_sequence"],
+    )
+
+
+def traced_of(options: dict[str, Any]) -> TracedModel:
     subject = subject_of(options)
     with working("tracing"):
-        return stages.freeze(subject, patterns=patterns_of(options), enable=options["enable"], seed=options["seed"])
+        return stages.trace(subject, seed=options["seed"], options=trace_options_of(options))
+
+
+def frozen_of(options: dict[str, Any]) -> FrozenModel:
+    traced = traced_of(options)
+    with working("finding controllers"):
+        return stages.freeze(traced, patterns=patterns_of(options), enable=options["enable"], seed=options["seed"])
 
 
 def replaying_of(options: dict[str, Any]) -> ReplayOptions:

@@ -8,7 +8,7 @@ import click
 
 from fxaudit import stages
 from fxaudit.cli.console import show, working
-from fxaudit.cli.options import chosen_pattern, json_option, model_options, patterns_of, subject_of
+from fxaudit.cli.options import chosen_pattern, json_option, model_options, patterns_of, traced_of
 from fxaudit.report import as_json, as_text
 
 
@@ -20,9 +20,9 @@ def trace(as_json_: bool, **options: Any) -> None:
 
     Example: fxaudit trace torchvision:mobilenet_v3_small --random-init
     """
-    subject = subject_of(options)
-    with working("tracing"):
-        report = stages.inspect(subject, patterns=patterns_of(options), enable=options["enable"], seed=options["seed"])
+    traced = traced_of(options)
+    with working("finding controllers"):
+        report = stages.inspect(traced, patterns=patterns_of(options), enable=options["enable"], seed=options["seed"])
     show(as_json_, lambda: as_json.trace(report), lambda console: as_text.trace(report, console))
 
 
@@ -36,7 +36,7 @@ def explain(pattern: str, as_json_: bool, **options: Any) -> None:
     Example: fxaudit explain se-gate torchvision:resnet18 --random-init
     """
     chosen = chosen_pattern(pattern, patterns_of(options))
-    subject = subject_of(options)
-    with working("tracing"):
-        found = stages.explain(stages.trace(subject, seed=options["seed"]), chosen)
+    traced = traced_of(options)
+    with working("explaining"):
+        found = stages.explain(traced, chosen)
     show(as_json_, lambda: as_json.explain(found), lambda console: as_text.explain(found, console))

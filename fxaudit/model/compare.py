@@ -40,7 +40,7 @@ def compare(name: str, expected: list[Any] | tuple[Any, ...], found: list[Any] |
     worst, bitwise = 0.0, True
     for a, b in zip(expected, found, strict=True):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-            same = not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+            same = not isinstance(a, Tensor) and not isinstance(b, Tensor) and _equal_values(a, b)
             worst, bitwise = (worst, bitwise) if same else (float("inf"), False)
         elif a.shape != b.shape or a.dtype != b.dtype:
             return Comparison(name, float("inf"), False)
@@ -48,6 +48,13 @@ def compare(name: str, expected: list[Any] | tuple[Any, ...], found: list[Any] |
             bitwise = False
             worst = max(worst, _max_abs_diff(a, b))
     return Comparison(name, worst, bitwise)
+
+
+def _equal_values(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except (ValueError, RuntimeError):  # arrays and the like, which compare element by element
+        return False
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

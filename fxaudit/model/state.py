@@ -55,8 +55,9 @@ def set_back(module: nn.Module, state: ModuleState) -> list[str]:
             if name not in before:
                 del vars(inner)[name]
             elif name not in now or now[name] is not before[name].value or not _holds(before[name]):
+                is_equal = name in now and _equal(_content(now[name]), before[name].content)
                 vars(inner)[name] = _restored(before[name])
-                if name in now and _equal(_content(now[name]), before[name].content):
+                if is_equal:
                     continue  # an equal value, made anew: nobody needs to know
             else:
                 continue

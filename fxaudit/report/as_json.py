@@ -46,6 +46,8 @@ def trace(report: TraceReport) -> dict[str, Any]:
             "inputs": list(traced.input_names),
             "outputs": list(traced.output_names),
             "batch": "dynamic" if traced.is_batch_dynamic else traced.sample,
+            "unseen": [{"module": leaf.path, "parameters": leaf.parameter_count} for leaf in traced.unseen],
+            "decisions": list(traced.decisions),
         },
         "fidelity": _comparisons(traced.fidelity),
         "identity": identity(report.identity),

@@ -43,7 +43,8 @@ def trace(report: TraceReport, console: Console) -> None:
     if report.identity is not None:
         _line(console, "identity", _exactness(report.identity, "frozen equal to live"))
     counts = {name: count for name, count in matched.counts.items() if count}
-    _line(console, "controllers", ", ".join(f"{n} {name}" for name, n in counts.items()) or "none")
+    unseen = f" in what can be seen; not in {', '.join(leaf.path for leaf in traced.unseen)}" if traced.unseen else ""
+    _line(console, "controllers", (", ".join(f"{n} {name}" for name, n in counts.items()) or "none") + unseen)
     if other := ", ".join(f"{n} {name}" for name, n in matched.other.items() if n):
         _line(console, "other", other)
     if matched.controllers:

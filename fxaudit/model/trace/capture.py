@@ -235,10 +235,11 @@ def _is_within(path: str, outer: str) -> bool:
 
 
 def _observe(subject: Subject, leaves: list[Leaf]) -> None:
-    """Let `leaves` see calls at two batch sizes, where the model takes another one."""
+    """Let `leaves` see the example, other inputs of its sizes and, where the model takes it, another batch size."""
     with observed(leaves):
-        args, kwargs = cloned(subject.arguments)
-        subject.module(*args, **kwargs)
+        for arguments in (cloned(subject.arguments), resampled(subject.arguments, 1)):
+            args, kwargs = arguments
+            subject.module(*args, **kwargs)
         count = batch_of(subject.arguments)
         if count is not None:
             args, kwargs = resampled(subject.arguments, 1, count + 1)

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxaudit.errors import DataError, TraceError
@@ -113,7 +114,7 @@ def ask_referee(traced: TracedModel) -> Referee:
     arguments = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, subject.arguments)
     try:
         module = copy.deepcopy(subject.module).double()
-        with quiet_torch():
+        with quiet_torch(), torch.no_grad():
             expected = run_eager(Subject(subject.source, module, arguments), arguments)
             eager = run_eager(subject, subject.arguments)
             found = run_flat(traced.graph_module, traced.flatten(subject.arguments), traced.initial_state)
