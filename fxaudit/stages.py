@@ -264,7 +264,7 @@ def inspect(
     """
     traced = model if isinstance(model, TracedModel) else trace(model, inputs, seed=seed)
     matched = match(traced, patterns, enable=enable)
-    if not matched.controllers:
+    if not matched.controllers or not traced.fidelity.is_measured:
         return TraceReport(matched, None)
     frozen = FrozenModel(matched.traced, matched.controllers)
     replayed = identity(frozen, seed=seed)

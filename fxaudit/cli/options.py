@@ -17,7 +17,7 @@ from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.errors import PatternError, nearest
 from fxaudit.model.load import Subject
 from fxaudit.model.placement import DTYPES
-from fxaudit.model.settings import ATTENTION, DECOMPOSE, EXPERTS, TraceOptions
+from fxaudit.model.settings import ATTENTION, CODE, DECOMPOSE, EXPERTS, TraceOptions
 from fxaudit.model.trace import TracedModel
 from fxaudit.replay.intervene import parse_interventions
 from fxaudit.replay.metrics import load_metric
@@ -60,6 +60,12 @@ trace_options = options_of(
     ),
     click.option(
         "--experts", type=click.Choice(EXPERTS), help="Experts of a transformers model; batched_mm by default."
+    ),
+    click.option(
+        "--code",
+        type=click.Choice(CODE),
+        help="Where a model has other code for export than for eager mode: the one to trace; eager by default, export"
+        " where only that can be written as ONNX.",
     ),
     click.option(
         "--decompose",
@@ -170,6 +176,7 @@ def trace_options_of(options: dict[str, Any]) -> TraceOptions:
     return TraceOptions(
         attention=options["attention"],
         experts=options["experts"],
+        code=options["code"],
         decompose=tuple(options["decompose"]),
         dynamic_sequence=options["dynamic_sequence"],
     )

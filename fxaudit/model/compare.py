@@ -25,12 +25,17 @@ class Comparisons:
     comparisons: tuple[Comparison, ...]
 
     @property
+    def is_measured(self) -> bool:
+        """Whether there was anything to compare: on the meta device there are no values."""
+        return bool(self.comparisons)
+
+    @property
     def bitwise(self) -> bool:
-        return all(comparison.bitwise for comparison in self.comparisons)
+        return self.is_measured and all(comparison.bitwise for comparison in self.comparisons)
 
     @property
     def max_abs_diff(self) -> float:
-        return max(comparison.max_abs_diff for comparison in self.comparisons)
+        return max((comparison.max_abs_diff for comparison in self.comparisons), default=float("inf"))
 
 
 def compare(name: str, expected: list[Any] | tuple[Any, ...], found: list[Any] | tuple[Any, ...]) -> Comparison:

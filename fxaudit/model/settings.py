@@ -18,6 +18,7 @@ from fxaudit.errors import UsageError
 ATTENTION = ("eager", "sdpa")
 EXPERTS = ("batched_mm", "grouped_mm")
 DECOMPOSE = ("lstm",)
+CODE = ("eager", "export")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,14 @@ class TraceOptions:
     Attributes:
         attention: implementation of attention in a transformers model, one of `ATTENTION`.
         experts: implementation of experts in a transformers model, one of `EXPERTS`.
+        code: which code is traced where a model has one for eager mode and one for export, one of `CODE`.
         decompose: fused ops to trace as their parts: ``lstm`` unrolls LSTM and GRU layers into their gates.
         dynamic_sequence: trace the axes after the first with any size, too, where the model allows it.
     """
 
     attention: str | None = None
     experts: str | None = None
+    code: str | None = None
     decompose: tuple[str, ...] = ()
     dynamic_sequence: bool = False
 

@@ -47,8 +47,7 @@ def remember(module: nn.Module) -> ModuleState:
 
 def set_back(module: nn.Module, state: ModuleState) -> list[str]:
     """Set `module` back to `state`; returns the names of the Python attributes that had changed."""
-    changed = _set_back_buffer_objects(module, state)
-    set_back_buffers(module, state)
+    changed = set_back_buffer_objects(module, state)
     for path, inner in module.named_modules():
         before, now = state.attributes.get(path, {}), _attributes(inner)
         for name in before.keys() | now.keys():
@@ -74,9 +73,12 @@ def set_back_buffers(module: nn.Module, state: ModuleState) -> None:
                 own[name].copy_(value)
 
 
-def _set_back_buffer_objects(module: nn.Module, state: ModuleState) -> list[str]:
-    """Buffers that calls added go, those that they replaced come back. Returns the names of what was added or has
-    another shape; a buffer replaced by one like it is a written buffer, which the graph tells of."""
+def set_back_buffer_objects(module: nn.Module, state: ModuleState) -> list[str]:
+    """Set back the buffers of `module`, those that calls added or replaced as well as their values.
+
+    Returns the names of what was added or has another shape; a buffer replaced by one like it is a written buffer,
+    which the graph tells of.
+    """
     changed = []
     for path, inner in module.named_modules():
         before = state.objects.get(path, {})
@@ -90,6 +92,7 @@ def _set_back_buffer_objects(module: nn.Module, state: ModuleState) -> list[str]
                 inner._buffers[name] = buffer
                 if now is None or buffer is None or now.shape != buffer.shape:
                     changed.append(f"{path}.{name}".lstrip("."))
+    set_back_buffers(module, state)
     return changed
 
 
@@ -119,7 +122,7 @@ def _equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
-        return same_bits(a, b)
+        return same_bits(a, b) if not a.is_meta else a.shape == b.shape
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, list):
@@ -134,7 +137,7 @@ def _restored(kept: _Kept) -> Any:
     value, content = kept.value, kept.content
     with torch.no_grad():
         if isinstance(value, Tensor):
-            if not same_bits(value, content):
+            if not _equal(value, content):
                 value.copy_(content)
         elif isinstance(value, dict):
             _refill(value, content.items(), value.update)

@@ -49,7 +49,7 @@ def trace(report: TraceReport) -> dict[str, Any]:
             "unseen": [{"module": leaf.path, "parameters": leaf.parameter_count} for leaf in traced.unseen],
             "decisions": list(traced.decisions),
         },
-        "fidelity": _comparisons(traced.fidelity),
+        "fidelity": _comparisons(traced.fidelity) if traced.fidelity.is_measured else None,
         "identity": identity(report.identity),
         "counts": matched.counts,
         "other": matched.other,

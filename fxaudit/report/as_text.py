@@ -55,6 +55,8 @@ def trace(report: TraceReport, console: Console) -> None:
 
 
 def _exactness(found: Comparisons, what: str) -> str:
+    if not found.is_measured:
+        return "not measured: there are no values"
     runs = len(found.comparisons)
     if found.bitwise:
         return f"{what} bit for bit in {runs} runs"

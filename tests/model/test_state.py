@@ -166,3 +166,36 @@ def test_a_model_that_changed_its_parameters_still_computes_what_it_did():
     trace(subject(module, X))
     with torch.no_grad():
         assert torch.equal(module(X), other(X))
+
+
+class RescaledAndRemembering(Rescaled):
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+def test_a_model_that_changed_its_parameters_keeps_nothing_of_its_trace():
+    module = RescaledAndRemembering()
+    trace(subject(module, X))
+    assert type(module.last) is torch.Tensor
+
+
+class Growing(nn.Module):
+    """Its table of positions grows with its input, as tables of rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(1.0), persistent=False)
+
+    def forward(self, x):
+        if x.shape[1] > self.table.shape[0]:
+            self.table = torch.arange(float(x.shape[1]))
+        return x + self.table
+
+
+def test_a_buffer_that_grew_is_set_back_and_is_no_change_of_parameters():
+    module = Growing()
+    result = trace(subject(module, X))
+    assert module.table.shape == (1,)
+    assert "table" in next(finding.text for finding in result.findings if finding.kind == "mutated-attribute")
+    assert "mutates-parameters" not in [finding.kind for finding in result.findings]

@@ -75,6 +75,22 @@ def test_code_for_export_is_traced_where_the_eager_code_cannot_be_and_said():
     assert result.settings["code"] == "export"
 
 
+class Rounds(nn.Module):
+    """Sums in another order when it is exported."""
+
+    def forward(self, x):
+        terms = [x / n for n in range(1, 40)]
+        return sum(terms[::-1]) if torch.compiler.is_exporting() else sum(terms)
+
+
+def test_code_for_export_is_traced_on_request_and_judged_by_float64():
+    model, x = Rounds(), drawn(8, 16)
+    result = traced(model, x, options=TraceOptions(code="export"))
+    assert not result.fidelity.bitwise
+    assert kinds(result) == ["export-code", "inexact-trace"]
+    assert "against float64 the model is off by" in result.findings[1].text
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_every_patch_is_undone(fails):
     class Failing(nn.Module):
@@ -88,6 +104,17 @@ def test_every_patch_is_undone(fails):
     except TraceError:
         assert fails
     assert (torch.compiler.is_exporting, torch.compiler.is_compiling, nn.Module.to, here.is_exporting) == before
+
+
+def test_a_value_that_is_read_from_sizes_alone_needs_no_guard():
+    class Padded(nn.Module):
+        def forward(self, x):
+            mask = torch.ones(x.shape[:2])
+            return x if mask.all() else x * mask
+
+    result = traced(Padded(), X)
+    assert (result.decisions, kinds(result)) == ((), [])
+    assert torch.equal(run(result, drawn(5, 3)), drawn(5, 3))
 
 
 def test_a_module_that_is_moved_to_where_it_is_needs_no_move():
@@ -373,3 +400,85 @@ def test_the_weights_of_a_traced_model_lie_in_the_models_own_memory():
     own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     held = [*result.graph_module.parameters(), *result.graph_module.buffers()]
     assert {tensor.untyped_storage().data_ptr() for tensor in held} <= own
+
+
+def test_a_model_without_values_is_traced_and_matched_but_compared_with_nothing():
+    with torch.device("meta"):
+        model, x = SqueezeExcite(), torch.empty(2, 3, 8, 8)
+    report = stages.inspect(model, x)
+    assert report.matched.counts["se-gate"] == 1
+    assert (report.traced.fidelity.is_measured, report.identity) == (False, None)
+    assert "no-values" in kinds(report.traced)
+
+
+# --- what is asked of every model -----------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm.train()(x) if isinstance(self.norm, nn.BatchNorm1d) else self.norm(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Normed(nn.BatchNorm1d(3)), True),
+        (nn.BatchNorm1d(3, track_running_stats=False), True),
+        (nn.BatchNorm1d(3), False),
+        (nn.LayerNorm(3), False),
+    ],
+    ids=["set to training in forward", "without running statistics", "batch norm", "layer norm"],
+)
+def test_a_norm_over_the_batch_is_a_finding(model, expected):
+    assert ("train-mode-norm" in kinds(traced(model, X))) is expected
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        drawn(3, 2).t(),
+        drawn(2, 6)[:, ::2],
+        drawn(1, 3).expand(2, 3),
+        torch.arange(6).reshape(2, 3),
+        torch.tensor([[True, False, True], [False, False, True]]),
+        drawn(2, 3).to(torch.bfloat16),
+    ],
+    ids=["transposed", "with gaps", "expanded", "integers", "booleans", "bfloat16"],
+)
+def test_inputs_of_any_layout_and_dtype_are_traced_bitwise(x):
+    class Model(nn.Module):
+        def forward(self, x):
+            return (x * 2).cumsum(1), x.sum()
+
+    result = traced(Model(), x)
+    assert result.fidelity.bitwise
+    assert all(map(torch.equal, run(result, x), ((x * 2).cumsum(1), x.sum())))
+
+
+class Needy(nn.Module):
+    def forward(self, x, mask):
+        return x * mask
+
+
+class Looping(nn.Module):
+    def forward(self, x):
+        for row in x.abs().sum(1).nonzero():
+            x = x + x[row]
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "reason", "remedy"),
+    [(Needy(), "missing-input", "float32 [2, 3]"), (Looping(), "data-dependent-size", "densely")],
+)
+def test_a_refusal_names_its_reason_its_line_and_what_to_do(model, reason, remedy):
+    with pytest.raises(TraceError) as caught:
+        traced(model, X)
+    error = caught.value
+    assert error.reason == reason
+    assert remedy in error.remedy
+    assert "test_trace_front_ends.py" in error.where

@@ -53,12 +53,12 @@ def captures(subject: Subject, options: TraceOptions) -> Iterator[Captured]:
     Raises:
         TraceError: there is no such program.
     """
-    failures: dict[str, Exception] = {}
+    failures: dict[str, Exception] = {}  # the last of each kind of code, the eager code's first
     dynamic: Exception | None = None
     count = 0
     for dimensions in _dimensions(subject, options):
         for name, patch in (("eager", eager_answers), ("export", contextlib.nullcontext)):
-            if isinstance(failures.get(name), _FINAL):
+            if options.code not in (None, name) or isinstance(failures.get(name), _FINAL):
                 continue
             try:
                 with patch(), unmoved_modules():
@@ -72,15 +72,16 @@ def captures(subject: Subject, options: TraceOptions) -> Iterator[Captured]:
             yield Captured(program, "torch.export", settings, _batch_findings(subject, dimensions, dynamic))
     if count:
         return
+    failure = next(iter(failures.values()))
     for rescue in (_with_replayed_values, _with_leaves, _by_symbolic_trace):
         try:
-            captured = rescue(subject, failures["eager"], options)
+            captured = rescue(subject, failure, options)
         except Exception:
             continue  # the failure that counts is that of the model as it is
         count += 1
-        yield replace(captured, rescued_from=failures["eager"])
+        yield replace(captured, rescued_from=failure)
     if not count:
-        raise untraceable(subject, failures["eager"]) from failures["eager"]
+        raise untraceable(subject, failure) from failure
 
 
 def _final_failures() -> tuple[type[Exception], ...]:

@@ -111,8 +111,11 @@ def _guard(unlifted: GraphModule, checks: list[Node]) -> Guards:
     return check
 
 
+_SIZES = frozenset(["sym_size", "sym_numel", "sym_stride"])
+
+
 def _depends_on_inputs(subject: Subject, check: Node) -> bool:
-    """Whether inputs decide what is read.
+    """Whether the values of inputs decide what is read, not their sizes alone.
 
     Raises:
         TraceError: floating-point inputs or parameters do, not token ids or masks alone.
@@ -122,7 +125,7 @@ def _depends_on_inputs(subject: Subject, check: Node) -> bool:
     found = False
     while open_nodes:
         for source in open_nodes.pop().all_input_nodes:
-            if source in seen:
+            if source in seen or ops.op_name(source) in _SIZES:
                 continue
             seen.add(source)
             open_nodes.append(source)

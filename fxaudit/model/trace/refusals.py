@@ -102,7 +102,7 @@ def untraceable(subject: Subject, error: BaseException) -> TraceError:
     reason = kind.reason if kind else f"{type(error).__name__}: {first_line(error)}"
     return TraceError(
         f"{subject.source} cannot be traced: {reason}",
-        where=user_frame(error),
+        where=user_frame(error) or _forward_of(subject),
         expected="a forward pass that is the same sequence of tensor ops for every input",
         found=f"{type(error).__name__}: {first_line(error)}",
         remedy=kind.remedy
@@ -116,12 +116,18 @@ def fails_in_eager(subject: Subject, arguments: Arguments, error: BaseException)
     """The error of a model that does not run on its own example inputs."""
     return TraceError(
         f"{subject.source} fails on its example inputs before any tracing",
-        where=user_frame(error),
+        where=user_frame(error) or _forward_of(subject),
         found=f"{type(error).__name__}: {first_line(error)}",
         expected="a model that runs on its example inputs",
         remedy="check the inputs: " + describe(arguments),
         reason="missing-input" if isinstance(error, TypeError) and "argument" in str(error) else "fails-in-eager",
     )
+
+
+def _forward_of(subject: Subject) -> str:
+    """Where the model's forward begins, for errors that no line of it raises."""
+    code = getattr(type(subject.module).forward, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}   def {code.co_name}" if code is not None else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from fxaudit import ops
 from fxaudit.errors import TraceError
 from fxaudit.model.compare import compare
+from fxaudit.model.inputs import tensors_of
 from fxaudit.model.load import Subject
 from fxaudit.model.settings import TraceOptions, exact_numerics, quiet_torch, traceable
-from fxaudit.model.state import ModuleState, remember, set_back, set_back_buffers
+from fxaudit.model.state import ModuleState, remember, set_back, set_back_buffer_objects, set_back_buffers
 from fxaudit.model.trace.capture import Captured, captures
 from fxaudit.model.trace.fidelity import RELATIVE_TOLERANCE, ask_referee, fidelity_of, is_tolerable, run_eager
 from fxaudit.model.trace.flat import flat
@@ -29,6 +31,9 @@ from fxaudit.model.trace.refusals import untraceable
 from fxaudit.model.trace.traced import Finding, TracedModel, written_inputs
 from fxaudit.provenance import state_fingerprint
 
+_NO_VALUES = Finding(
+    "no-values", "the model is on the meta device: its graph is not compared with eager, and nothing is replayed"
+)
 _SUBGRAPHS = frozenset("cond while_loop scan map_impl associative_scan switch".split())
 
 
@@ -45,19 +50,25 @@ def trace(subject: Subject, *, seed: int = 0, options: TraceOptions | None = Non
     before = state_fingerprint(module)
     left_behind: list[Finding] = []
     with exact_numerics(), traceable(module, options) as settings:
-        state = remember(module)
+        cold = warm = remember(module)
         try:
             with quiet_torch():
-                warmed = _warm_up(subject, state)
+                warmed = _warm_up(subject, cold) if _has_values(subject) else [_NO_VALUES]
+            warm = remember(module)
             traced = _most_faithful(subject, options, settings, seed)
         finally:
-            left_behind = _set_back(subject, state, before)
+            left_behind = _set_back(subject, cold, warm, before)
     return dataclasses.replace(
         traced,
         findings=(*traced.findings, *warmed, *left_behind),
         fingerprint=before,
         seconds=time.perf_counter() - started,
     )
+
+
+def _has_values(subject: Subject) -> bool:
+    tensors = [*subject.module.parameters(), *tensors_of(subject.arguments)]
+    return not any(tensor.is_meta for tensor in tensors)
 
 
 # --- the user's model is left as it was -----------------------------------------------------------------------------
@@ -79,14 +90,17 @@ def _warm_up(subject: Subject, state: ModuleState) -> list[Finding]:
     return [Finding("cold-call", text)]
 
 
-def _set_back(subject: Subject, state: ModuleState, fingerprint: str) -> list[Finding]:
-    """Set the model back; findings name what forward calls had changed."""
-    set_back_buffers(subject.module, state)
+def _set_back(subject: Subject, cold: ModuleState, warm: ModuleState, fingerprint: str) -> list[Finding]:
+    """Set the model back to its `cold` state; findings name what forward calls had changed."""
+    changed = set_back_buffer_objects(subject.module, cold)
     if state_fingerprint(subject.module) != fingerprint:
         # A flag that says `already rescaled` belongs to the weights that were rescaled: both stay.
+        set_back(subject.module, warm)
+        set_back_buffers(subject.module, cold)
         text = "a forward call changes the model's own parameters; the model is left as its first call leaves it"
         return [Finding("mutates-parameters", text)]
-    if not (changed := set_back(subject.module, state)):
+    changed += set_back(subject.module, cold)
+    if not changed:
         return []
     text = f"a forward call changes {', '.join(changed[:4])}{' and more' if len(changed) > 4 else ''}; set back"
     return [Finding("mutated-attribute", text)]
@@ -108,6 +122,8 @@ def _most_faithful(subject: Subject, options: TraceOptions, settings: dict[str, 
         try:
             with quiet_torch():
                 traced = _flattened(subject, captured, options, settings)
+            if not _has_values(subject):
+                return traced
             fidelity, scale = fidelity_of(traced, seed)
         except Exception as error:
             refused = refused or untraceable(subject, captured.rescued_from or error)
@@ -210,6 +226,9 @@ def _op_findings(traced: TracedModel) -> list[Finding]:
         name = ops.op_name(node)
         names[name] += 1
         lines.setdefault(name, ops.source_line(node))
+        if _is_batch_statistics(node):
+            text = "a norm uses the statistics of its batch: what one input gives depends on the others in its batch"
+            findings.append(Finding("train-mode-norm", text, ops.source_line(node)))
         if name in ops.RANDOM:
             text = f"`{name}` draws random numbers in eval mode; every run starts from the same seed"
             findings.append(Finding("random-op", text, ops.source_line(node)))
@@ -225,3 +244,10 @@ def _op_findings(traced: TracedModel) -> list[Finding]:
             text = f"`{short}` is one op ({count} times); --decompose lstm shows its gates"
             findings.append(Finding("fused-recurrence", text, lines[name]))
     return findings
+
+
+def _is_batch_statistics(node: Node) -> bool:
+    """Whether a node is a batch norm that ignores running statistics, as in training mode."""
+    target = str(node.target)
+    is_batch_norm = "batch_norm" in target and "no_training" not in target
+    return is_batch_norm and ("no_stats" in target or bool(ops.attributes(node).get("training")))
