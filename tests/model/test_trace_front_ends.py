@@ -88,6 +88,7 @@ def test_code_for_export_is_traced_on_request_and_judged_by_float64():
     result = traced(model, x, options=TraceOptions(code="export"))
     assert not result.fidelity.bitwise
     assert kinds(result) == ["export-code", "inexact-trace"]
+    assert result.is_batch_dynamic
     assert "against float64 the model is off by" in result.findings[1].text
 
 

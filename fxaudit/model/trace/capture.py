@@ -33,6 +33,7 @@ class Captured:
     """An exported program, and how it was made.
 
     `leaves` are the submodules that were left whole; `rescued_from` is the failure of the model as it is, if it failed.
+    Programs of a later `round` cover fewer input sizes.
     """
 
     program: ExportedProgram
@@ -41,6 +42,7 @@ class Captured:
     findings: tuple[Finding, ...] = ()
     leaves: tuple[Leaf, ...] = ()
     rescued_from: Exception | None = None
+    round: int = 0
 
 
 def captures(subject: Subject, options: TraceOptions) -> Iterator[Captured]:
@@ -56,7 +58,7 @@ def captures(subject: Subject, options: TraceOptions) -> Iterator[Captured]:
     failures: dict[str, Exception] = {}  # the last of each kind of code, the eager code's first
     dynamic: Exception | None = None
     count = 0
-    for dimensions in _dimensions(subject, options):
+    for turn, dimensions in enumerate(_dimensions(subject, options)):
         for name, patch in (("eager", eager_answers), ("export", contextlib.nullcontext)):
             if options.code not in (None, name) or isinstance(failures.get(name), _FINAL):
                 continue
@@ -69,7 +71,8 @@ def captures(subject: Subject, options: TraceOptions) -> Iterator[Captured]:
                 continue
             count += 1
             settings = {} if name == "eager" else {"code": "export"}
-            yield Captured(program, "torch.export", settings, _batch_findings(subject, dimensions, dynamic))
+            findings = _batch_findings(subject, dimensions, dynamic)
+            yield Captured(program, "torch.export", settings, findings, round=turn)
     if count:
         return
     failure = next(iter(failures.values()))

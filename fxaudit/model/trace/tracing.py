@@ -110,15 +110,17 @@ def _set_back(subject: Subject, cold: ModuleState, warm: ModuleState, fingerprin
 
 
 def _most_faithful(subject: Subject, options: TraceOptions, settings: dict[str, str], seed: int) -> TracedModel:
-    """The first trace that is bitwise, else the closest one that is tolerable.
+    """The first trace that is bitwise, else the closest one that is tolerable. A tolerable one is not given up for
+    another that covers fewer input sizes.
 
     Raises:
         TraceError: there is none.
     """
+    tolerable_round: int | None = None
     inexact: list[tuple[TracedModel, float]] = []
     refused: TraceError | None = None
     attempts = captures(subject, options)
-    while (captured := _next(attempts)) is not None:
+    while (captured := _next(attempts)) is not None and tolerable_round in (None, captured.round):
         try:
             with quiet_torch():
                 traced = _flattened(subject, captured, options, settings)
@@ -132,6 +134,8 @@ def _most_faithful(subject: Subject, options: TraceOptions, settings: dict[str, 
         if fidelity.bitwise:
             return traced
         inexact.append((traced, scale))
+        if is_tolerable(fidelity, scale):
+            tolerable_round = captured.round if tolerable_round is None else tolerable_round
     if not inexact:
         assert refused is not None, "captures yields or raises"
         raise refused
