@@ -17,6 +17,7 @@ from fxaudit import ops
 from fxaudit.axes import Size
 from fxaudit.controllers import structure
 from fxaudit.controllers.graphs import Dataflow, count_parameters, exclusive_cone, parameter_names
+from fxaudit.controllers.language import names_in
 from fxaudit.controllers.match import Match, MatchResult
 from fxaudit.controllers.overlaps import claimed_region, resolve
 from fxaudit.controllers.pattern import DEFAULT, DETECT_ONLY, EXTERNAL, Intervene, Pattern
@@ -293,7 +294,7 @@ def _use_leaks(group: list[Match], cone: set[Node], dataflow: Dataflow) -> Itera
     passed = {node for match in group for node in structure.way_to(dataflow, match.applied, match.apply)}
     # What the pattern itself names between the coefficient and an apply site is part of the apply.
     passed |= {node for match in group for name, node in match.nodes.items() if name in match.pattern.equations}
-    known = {match.apply for match in group} | claimed | cone
+    known = {match.apply for match in group} | claimed | cone | _coupled_sites(group)
     queue, seen = list(bound), set(bound)
     while queue:
         node = queue.pop()
@@ -305,6 +306,14 @@ def _use_leaks(group: list[Match], cone: set[Node], dataflow: Dataflow) -> Itera
                 queue.append(user)
             elif not ops.is_symbolic_scalar(user):
                 yield Leak("use", node, user)
+
+
+def _coupled_sites(group: list[Match]) -> set[Node]:
+    """The nodes whose equations mention a coupled capture: where it is applied, if not at `apply`."""
+    pattern = group[0].pattern
+    coupled = set(pattern.intervene.coupled)
+    names = [name for name, term in pattern.equations.items() if not coupled.isdisjoint(names_in(term))]
+    return {match.nodes[name] for match in group for name in names if name in match.nodes} - set(group[0].bound)
 
 
 def _path_leaks(match: Match, cone: set[Node], dataflow: Dataflow) -> Iterable[Leak]:

@@ -287,6 +287,26 @@ def test_each_leak_is_a_finding(leaks, name, expected):
     assert [f.kind for f in leaks[name][1]] == [f"{kind}-leak" for kind, _, _ in expected]
 
 
+def test_where_a_coupled_capture_is_applied_is_no_leak():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.other, self.value = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.value(torch.sigmoid(self.gate(x)) * x) * torch.tanh(self.other(x))
+
+    both = pattern(
+        "coefficient = sigmoid(linear(x))\nsecond = tanh(linear(x))\nlast = _ * second\napply = value * coefficient",
+        shape={"coefficient": "batch token feature", "second": "batch token feature"},
+        axes={"batch": "sample", "token": "position", "feature": "unit"},
+        intervene='coupled = ["second"]',
+    )
+    (found,), _ = built(Twice(), torch.randn(2, 5, 8), patterns=[both])
+    assert [c.name for c in found.coefficients] == ["coefficient", "second"]
+    assert not found.leaks
+
+
 def test_what_a_pattern_names_between_the_coefficient_and_the_apply_is_no_leak():
     class Scaled(nn.Module):
         def __init__(self):
