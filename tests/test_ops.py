@@ -104,6 +104,7 @@ def test_softmax_has_one_name_in_both_spellings(function):
         (torch.ops.aten._to_copy.default, "to"),
         (torch.ops.aten.special_expit.default, "sigmoid"),
         (torch.ops.aten.concat.default, "cat"),
+        (torch.ops.fxaudit.unseen.default, "unseen"),
         (torch.ops.aten.concatenate.default, "cat"),
         (torch.ops.aten.multiply.Tensor, "mul"),
         (torch.ops.aten.true_divide.Tensor, "div"),

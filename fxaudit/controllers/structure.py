@@ -273,8 +273,8 @@ def _is_indexed_maximum(node: Node) -> bool:
 
 
 def value_operands(dataflow: Dataflow, coefficient: Node, apply: Node) -> list[Node]:
-    """The operands of `apply` that do not carry the coefficient: what it is applied to."""
-    operands = dataflow.operands(apply)
+    """The operands of `apply` that do not carry the coefficient: what it is applied to. Masks and indices are none."""
+    operands = [node for node in dataflow.operands(apply) if not _is_whole(node)]
     if ops.op_name(apply) == "add" and all(dataflow.depends(node, coefficient) for node in operands):
         # As in g * new + (1 - g) * old: what each term scales.
         return [value for node in operands for value in value_operands(dataflow, coefficient, node)]
@@ -282,6 +282,12 @@ def value_operands(dataflow: Dataflow, coefficient: Node, apply: Node) -> list[N
     if not carriers:
         carriers = _nearest(dataflow, operands, coefficient)
     return [node for node in operands if node not in carriers]
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether a node holds whole numbers or truth values."""
+    dtype = ops.dtype(node)
+    return dtype is not None and not dtype.is_floating_point and not dtype.is_complex
 
 
 def _nearest(dataflow: Dataflow, operands: list[Node], coefficient: Node) -> list[Node]:

@@ -514,6 +514,14 @@ def test_the_value_is_the_operand_that_does_not_carry_the_coefficient():
     assert structure.value_operands(build.dataflow(apply), gate, apply) == [x]
 
 
+def test_a_mask_beside_the_coefficient_is_no_value():
+    build = Build()
+    gate, mask = build("sigmoid", build.linear(build.input(2, 8), 8)), build.input(2, 8, dtype=torch.bool)
+    apply = build("where.self", mask, gate, build.input(2, 8))
+    (value,) = structure.value_operands(build.dataflow(apply), gate, apply)
+    assert value.meta["val"].dtype == torch.float32
+
+
 def test_a_sum_whose_terms_all_carry_the_coefficient_is_applied_to_what_each_term_scales():
     build = Build()
     old = build.input(2, 8)
