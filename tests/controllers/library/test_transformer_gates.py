@@ -82,6 +82,29 @@ class HeadGate(nn.Module):
         return x + self.branch(x) * self.token_gate(x)
 
 
+class CapacityRouter(nn.Module):
+    """The best expert for each token, of which an expert takes the first two of a sequence (Switch)."""
+
+    def __init__(self):
+        super().__init__()
+        self.classifier = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        scores = self.classifier(x).softmax(-1)
+        chosen = nn.functional.one_hot(scores.argmax(-1), 4)
+        return chosen * (chosen.cumsum(-2) <= 2), scores.max(-1).values
+
+
+class Capacity(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = CapacityRouter(), nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+
+    def forward(self, x):
+        dispatch, weight = self.router(x)
+        return x + torch.einsum("btd,edf,bte->btf", x, self.experts, dispatch.float()) * weight.unsqueeze(-1)
+
+
 def hand_written(kind):
     """A builder of a module with weights of a size at which its gates move."""
 
@@ -111,6 +134,11 @@ def routed(module, values):
 
 def first(module, values):
     return values[:1]
+
+
+def swapped(module, values):
+    """A router that returns the choice, then its weight."""
+    return values[::-1]
 
 
 def relative_bias(module, values):
@@ -153,6 +181,7 @@ CASES = {
     "shared expert": Case(
         "scalar-gate", transformers("qwen2_moe", num_hidden_layers=1), "*.shared_expert_gate", squashed
     ),
+    "router with a capacity": Case("moe-top1-capacity", hand_written(Capacity), "router", swapped),
     "gate for each token": Case("scalar-gate", hand_written(HeadGate), "token_gate"),
     "gate for each head": Case("attn-output-gate", hand_written(HeadGate), "head_gate"),
     "gate for each channel": Case(
