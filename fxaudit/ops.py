@@ -138,8 +138,13 @@ def _norm_of(node: Node) -> Node | None:
     """The multi-output norm of which `node` is the first output."""
     source, index = node.args[0], node.args[1]
     if isinstance(source, Node) and index == 0 and source.op == "call_function":
-        return source if _base_name(source.target) in _MULTI_OUTPUT_NORMS else None
+        return source if is_norm_of_several_outputs(source) else None
     return None
+
+
+def is_norm_of_several_outputs(node: Node) -> bool:
+    """Whether a node is a norm that returns more than the normalised tensor."""
+    return node.op == "call_function" and _base_name(node.target) in _MULTI_OUTPUT_NORMS
 
 
 def _computing(node: Node) -> Node:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from fxaudit import ops
 from fxaudit.controllers.graphs import Dataflow
 from fxaudit.controllers.language import Chain, Either, Fold, Item, Name, Op, Term, walk
 from fxaudit.controllers.pattern import Pattern
@@ -181,7 +182,8 @@ def _reached(start: Collection[Node], between: frozenset[str], wanted: frozenset
             kinds = dataflow.kinds(user)
             if not wanted.isdisjoint(kinds):
                 found.add(user)
-            if not between.isdisjoint(kinds):
+            # A norm of several outputs is read through the first of them, which is what counts as the norm.
+            if not between.isdisjoint(kinds) or ops.is_norm_of_several_outputs(user):
                 seen.add(user)
                 queue.append(user)
     return found

@@ -446,3 +446,20 @@ class TwoTowers(nn.Module):
 def test_a_gate_in_each_of_two_towers_is_found():
     graph = traced(TwoTowers(), torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3))
     assert len(matched(LIBRARY["se-gate"], graph).matches) == 2
+
+
+def test_the_way_from_the_rarest_op_passes_through_a_norm_of_several_outputs():
+    class Normed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.second = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            for _ in range(4):  # so that the pooling is rarer than the rest
+                x = x * torch.sigmoid(x)
+            return x * torch.sigmoid(self.second(self.norm(self.first(x.mean(1)))))[:, None]
+
+    match = (
+        "pooled = mean(_)\ncoefficient = sigmoid(chain(linear | norm)(pooled))\napply = _ * chain(layout)(coefficient)"
+    )
+    assert len(matched(pattern(match), traced(Normed(), torch.randn(2, 3, 4))).matches) == 1
