@@ -115,3 +115,9 @@ def test_dtype_preparation_and_weights_work_together(gate, tmp_path):
 )
 def test_an_option_without_a_meaning_is_a_mistake_of_usage(gate, options, code):
     assert run("trace", gate[0], "--inputs", gate[1], *options).exit_code == code
+
+
+def test_a_model_without_values_is_no_subject_for_a_comparison(gate):
+    done = run("trace", gate[0], "--inputs", gate[1], "--device", "meta")
+    assert done.exit_code == 3
+    assert "meta device" in done.stderr

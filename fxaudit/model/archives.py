@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fxaudit.errors import LoadError
-from fxaudit.model.files import describe_file, printable
+from fxaudit.model.files import describe_file, is_zip, printable
 from fxaudit.model.pickles import Container, Global, Pickle, Pickles, constant_of, read_pickles
 
 # A pickle of 100 000 tensors takes about 20 MB; a longer one is not read.
@@ -66,7 +66,7 @@ def kind_of(path: Path) -> FileKind:
         return FileKind.TORCH_OLD
     if pickles.is_pickle or start[:1] == b"\x80":
         return FileKind.PICKLE
-    return _kind_of_archive(path) if zipfile.is_zipfile(path) else FileKind.OTHER
+    return _kind_of_archive(path) if is_zip(path) else FileKind.OTHER
 
 
 def _kind_of_archive(path: Path) -> FileKind:

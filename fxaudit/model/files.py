@@ -41,12 +41,20 @@ def describe_file(path: Path) -> str:
         return "an empty file"
     # The order is torch's own: a file that begins as a pickle is unpickled, even with an archive behind it.
     if data[:2] == b"PK":
-        return _describe_archive(path) if zipfile.is_zipfile(path) else _DAMAGED
+        return _describe_archive(path) if is_zip(path) else _DAMAGED
     pickles = read_pickles(data)
     if pickles.is_pickle or data[:1] == b"\x80":
         form = "a torch file of the old format" if pickles.is_old_format else "a bare pickle"
         return f"{form}; {_describe_pickles(pickles)}"
-    return _describe_archive(path) if zipfile.is_zipfile(path) else "neither a torch archive nor a pickle"
+    return _describe_archive(path) if is_zip(path) else "neither a torch archive nor a pickle"
+
+
+def is_zip(path: Path) -> bool:
+    """Whether a file ends as zip archives do; damaged ends, at which zipfile fails, do not count."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:
+        return False
 
 
 def _describe_archive(path: Path) -> str:

@@ -23,8 +23,6 @@ from fxaudit.model.hugging_face_inputs import example_inputs
 from fxaudit.model.placement import Placement
 from fxaudit.model.weights import put_weights, read_weights
 
-__all__ = ["example_inputs", "is_hub_id", "is_pretrained_model", "load_directory", "snapshot", "tokenizer_directory"]
-
 CONFIG = "config.json"
 _LONGEST_CONFIG = 10_000_000
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")

@@ -18,6 +18,7 @@ from fxaudit.model import exported, hugging_face
 from fxaudit.model.archives import FileKind, kind_of
 from fxaudit.model.files import describe_file
 from fxaudit.model.functions import Purpose, call_function
+from fxaudit.model.hugging_face_inputs import example_inputs
 from fxaudit.model.input_files import read_inputs
 from fxaudit.model.inputs import Arguments, as_arguments, map_tensors, with_batch_of_two, with_window
 from fxaudit.model.pickled import is_model_file, load_pickled_module, state_dict_alone
@@ -217,7 +218,7 @@ def _from_file(path: Path, options: _Options) -> _Built:
         return _Built(*exported.load_exported(path, trust=options.trust_pickle), is_exported=True)
     module = load_pickled_module(path, kind, trust=options.trust_pickle)
     if hugging_face.is_pretrained_model(module):
-        return _Built(module, lambda: hugging_face.example_inputs(module, str(path)))
+        return _Built(module, lambda: example_inputs(module, str(path)))
     return _Built(module, lambda: example_images(module))
 
 

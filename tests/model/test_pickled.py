@@ -241,6 +241,16 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path, legacy):
         require_refusal(lambda part=part: load(written(tmp_path, data[:part])))
 
 
+def test_an_archive_that_claims_to_span_several_disks_is_refused(tmp_path):
+    data = bytearray(saved({"w": torch.zeros(2)}))
+    locator = b"PK\x06\x07" + bytes(12) + (2).to_bytes(4, "little")  # the 64-bit end of directory, on two disks
+    data[data.rindex(b"PK\x05\x06") :] = locator + data[data.rindex(b"PK\x05\x06") :]
+    path = written(tmp_path, bytes(data))
+    with pytest.raises(zipfile.BadZipFile, match="multiple disks"):
+        zipfile.is_zipfile(path)
+    require_refusal(lambda: load(path))
+
+
 def test_a_pickle_that_never_ends_is_refused(tmp_path):
     require_refusal(lambda: load(written(tmp_path, archive(b"\x80\x02" + b"N0" * 1000))))
 
