@@ -103,7 +103,10 @@ class Archive:
         if size is None or size > at_most:
             found = "no such member" if size is None else f"{size:,} bytes"
             raise unreadable(self.path, f"`{name}` of at most {at_most:,} bytes", found)
-        return bytes(self.reader.get_record(name))
+        try:
+            return bytes(self.reader.get_record(name))
+        except RuntimeError as error:  # the member itself is damaged, though the directory of the archive is whole
+            raise unreadable(self.path, f"a whole member `{name}`", _first_line(error)) from error
 
 
 def open_archive(path: Path, content: bytes | None = None) -> Archive:

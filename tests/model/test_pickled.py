@@ -251,6 +251,12 @@ def test_an_archive_that_claims_to_span_several_disks_is_refused(tmp_path):
     require_refusal(lambda: load(path))
 
 
+def test_a_member_with_a_damaged_header_is_refused(tmp_path):
+    data = bytearray(archive(program(b"N")))
+    data[data.index(b"PK\x03\x04")] = 0
+    assert "whole member" in require_refusal(lambda: load(written(tmp_path, bytes(data)))).expected
+
+
 def test_a_pickle_that_never_ends_is_refused(tmp_path):
     require_refusal(lambda: load(written(tmp_path, archive(b"\x80\x02" + b"N0" * 1000))))
 
