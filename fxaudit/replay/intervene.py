@@ -317,8 +317,9 @@ def feasible(rows: Tensor, coefficient: Coefficient) -> Tensor:
         axis = names.index(str(domain.axis))
         wide = rows.double()
         return (wide * (domain.total or 1.0) / wide.sum(axis, keepdim=True)).to(rows.dtype)
-    if domain.kind == "doubly-stochastic":
-        first, second = [i for i, name in enumerate(names) if coefficient.roles.get(name) == "unit"][-2:]
+    units = [i for i, name in enumerate(names) if coefficient.roles.get(name) == "unit"]
+    if domain.kind == "doubly-stochastic" and len(units) > 1:
+        first, second = units[-2:]
         wide = rows.double()
         for _ in range(SINKHORN_STEPS):
             wide = wide / wide.sum(second, keepdim=True)
