@@ -307,7 +307,7 @@ def _finish(
         seeds=tuple(
             SeedResult(run.seed, delta, listed(found)) for run, delta, found in zip(runs, deltas, by_seed, strict=True)
         )
-        if row.intervention.is_random
+        if len(runs) > 1
         else (),
         spread=plain_statistics.stdev(deltas) if len(deltas) > 1 else None,
         needed=needed_inputs(differences.tolist(), margin),

@@ -224,9 +224,9 @@ def write_permutations(path: Path, by_seed: Mapping[int, Permutations]) -> None:
     if path.suffix == ".npz":
         np.savez(path, allow_pickle=False, **{name: value.numpy() for name, value in arrays.items()})
         return
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    save_file({name: value.contiguous() for name, value in arrays.items()}, path)
+    path.write_bytes(save({name: value.contiguous() for name, value in arrays.items()}))
 
 
 def read_permutations(path: Path) -> dict[int | None, dict[str, Tensor]]:

@@ -55,6 +55,7 @@ def render(audit: Mapping[str, Any]) -> str:
         rows=ROWS,
         columns=pictures.COLUMNS,
         levels=pictures.LEVELS,
+        nats=pictures.in_nats(audit["dependence"]["baseline"]["metric"], " nats"),
         shares=pictures.SHARES,
         variation=_variation(audit["variation"]),
         dependence=_dependence(audit),

@@ -367,8 +367,14 @@ def forest(
         _effect_marks(row, scale, place.middle(i), f"{labels[i]}: {_effect(row)}") for i, row in enumerate(rows)
     )
     axis = place.axis(scale, _ticks(low, high, 4 if place.is_narrow else 7), lambda tick: f"{tick:.4g}")
-    title = _text((place.left + place.right) / 2, place.bottom + 30, f"change of {metric}, nats", "tick", "middle")
-    label = _summary(f"Change of {metric} in nats with 95 % interval", labels, [_effect(row) for row in rows])
+    title = _text(
+        (place.left + place.right) / 2,
+        place.bottom + 30,
+        f"change of {metric}{in_nats(metric, ', nats')}",
+        "tick",
+        "middle",
+    )
+    label = _summary(f"Change of {metric}{in_nats(metric)} with 95 % interval", labels, [_effect(row) for row in rows])
     backdrop = _backdrop(scale, margin, place.top, place.bottom)
     return _svg(width, place.bottom + 36, label, axis, backdrop, marks, place.words(), title)
 
@@ -422,11 +428,19 @@ def _panels(
         drawn += _backdrop(scale, margin, place.top, place.bottom)
         for i, row in rows:
             drawn += _effect_marks(row, scale, place.middle(i), f"{ids[i]}, {label}: {_effect(row)}")
-    title = _text((place.left + WIDE) / 2, place.bottom + 34, f"change of {metric}, nats", "tick", "middle")
-    label = f"Change of {metric} in nats with 95 % interval for {len(ids)} controllers alone, by {', '.join(labels)}"
+    title = _text(
+        (place.left + WIDE) / 2, place.bottom + 34, f"change of {metric}{in_nats(metric, ', nats')}", "tick", "middle"
+    )
+    what = f"Change of {metric}{in_nats(metric)} with 95 % interval"
+    label = f"{what} for {len(ids)} controllers alone, by {', '.join(labels)}"
     return _svg(
         WIDE, place.bottom + 40, f"{label}; the numbers are in the table that follows", drawn, place.words(), title
     )
+
+
+def in_nats(metric: str, words: str = " in nats") -> str:
+    """The unit of fxaudit's own metrics; that of a user's is not known."""
+    return words if metric in ("nll", "cross-entropy", "kl") else ""
 
 
 def _linear(low: float, high: float, left: float, right: float) -> Callable[[float], float]:
