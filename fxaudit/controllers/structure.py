@@ -177,11 +177,21 @@ def _a_wide_factor(
         return None
     if any(ops.sizes(operand) != ops.sizes(apply) for operand in carried):
         return None
+    if _is_widened_by_a_bias(dataflow, coefficient):
+        return None
     if not any(map(dataflow.is_dynamic, values)):
         return "`coefficient` is the data, scaled by a constant"
     if any(ops.op_name(n) in _BOUNDED for n in (*head, *way)):
         return None
     return "`coefficient` is as wide as the value and unbounded: half of a GLU"
+
+
+def _is_widened_by_a_bias(dataflow: Dataflow, coefficient: Node) -> bool:
+    """Whether a coefficient is a narrower one and something static, such as static taps, added to it."""
+    if ops.op_name(coefficient) not in ("add", "sub"):
+        return False
+    dynamic = [node for node in dataflow.operands(coefficient) if dataflow.is_dynamic(node)]
+    return len(dynamic) == 1 and ops.sizes(dynamic[0]) != ops.sizes(coefficient)
 
 
 def way_to(dataflow: Dataflow, coefficient: Node, apply: Node) -> list[Node]:
@@ -339,5 +349,11 @@ def carries(dataflow: Dataflow, node: Node, coefficient: Node) -> bool:
 
 
 def same_path(dataflow: Dataflow, values: list[Node]) -> set[Node]:
-    """P(v): see the module's docstring."""
-    return set(dataflow.walk_back(values, lambda node: dataflow.is_learned_op(node) or ops.is_selection(node)))
+    """P(v): see the module's docstring. Indices say where a value comes from, they are no part of its path."""
+
+    def ends(node: Node) -> bool:
+        dtype = ops.dtype(node)
+        is_index = dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+        return is_index or dataflow.is_learned_op(node) or ops.is_selection(node)
+
+    return set(dataflow.walk_back(values, ends))

@@ -396,7 +396,9 @@ class Unifier:
 
     def _open(self, names: Iterable[str], unified: str, bindings: Bindings) -> list[str]:
         """Those of `names` that still have to be found once the equation of `unified` holds."""
-        settled = {*bindings, *self.pattern.intervene.optional}
+        # An optional capture that another equation mentions is found with it, or is not there.
+        mentioned = set().union(*map(language.names_in, self.equations.values()))
+        settled = {*bindings, *mentioned.intersection(self.pattern.intervene.optional)}
         needed, reached = self._needed, self._mentioned_by(unified)
         return [name for name in names if name not in settled and (name in needed or name not in reached)]
 
@@ -427,7 +429,7 @@ class Unifier:
                     found = True
                     if name != "coefficient" or self.admits(self, extended):
                         yield from self._forward(extended, self._open(rest, name, extended))
-        if not found and self._mentions_optional(name):
+        if not found and (name in self.pattern.intervene.optional or self._mentions_optional(name)):
             yield from self._forward(bindings, rest)
         elif not found:
             self.fail(

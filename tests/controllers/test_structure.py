@@ -537,3 +537,23 @@ def test_the_path_of_a_value_ends_at_its_first_learned_op():
     value = build("relu", second)
     path = structure.same_path(build.dataflow(value), [value])
     assert (second in path, first in path) == (True, False)
+
+
+def test_indices_by_which_a_value_was_gathered_are_no_part_of_its_path():
+    # The score decides which rows are gathered, and scales them: it has a learned op of its own all the same.
+    build = Build()
+    x = build.input(2, 5, 4)
+    chosen = build("topk", build("sigmoid", build("squeeze.dim", build.linear(x, 1), -1)), 2)
+    rows = build("expand", build("unsqueeze", build.item(chosen, 1), -1), [2, 2, 4])
+    coefficient = build.item(chosen, 0)
+    apply = build.mul(build("gather", x, 1, rows), build("unsqueeze", coefficient, -1))
+    assert structure.refusal(build.dataflow(apply), coefficient, apply) is None
+
+
+@pytest.mark.parametrize("is_narrow", [True, False])
+def test_a_narrow_coefficient_stays_narrow_when_a_wider_constant_is_added(is_narrow):
+    build = Build()
+    x = build.input(2, 3, 4)
+    coefficient = build.add(build.linear(x, 1 if is_narrow else 4), build.parameter(4))
+    apply = build.mul(build("relu", build.linear(x, 4)), coefficient)
+    assert (structure.refusal(build.dataflow(apply), coefficient, apply) is None) is is_narrow
