@@ -21,7 +21,7 @@ from fxaudit.controllers.library import available_patterns
 from fxaudit.controllers.match import MatchResult, find_matches
 from fxaudit.controllers.pattern import DEFAULT, DETECT_ONLY, EXTERNAL, OPT_IN, Pattern, load_pattern, load_patterns
 from fxaudit.controllers.rewrite import FrozenModel, with_observed_domains
-from fxaudit.controllers.scaffold import scaffold
+from fxaudit.controllers.scaffold import Draft, scaffold, scaffold_for
 from fxaudit.errors import NoControllerError, UsageError, nearest
 from fxaudit.model import load as loading
 from fxaudit.model import trace as tracing
@@ -189,6 +189,7 @@ def discover(
     inputs: Any = None,
     *,
     patterns: Sequence[Pattern | str | Path] | None = None,
+    enable: Collection[str] = (),
     seed: int = 0,
 ) -> Discovery:
     """What may be controllers, found from dataflow alone; those that a pattern of `patterns` finds are marked.
@@ -198,9 +199,31 @@ def discover(
     """
     if not isinstance(model, Matched):
         traced = model if isinstance(model, TracedModel) else trace(model, inputs, seed=seed)
-        model = match(traced, patterns)
+        model = match(traced, patterns, enable=enable)
     dataflow = Dataflow(model.traced.graph_module)
-    return Discovery(model, find_candidates(dataflow, model.controllers, sample=model.traced.sample))
+    known = (*model.controllers, *model.others)
+    return Discovery(model, find_candidates(dataflow, known, sample=model.traced.sample))
+
+
+def draft_discovered(discovery: Discovery) -> tuple[Draft, ...]:
+    """Pattern files for the candidates that no pattern describes: one for each form and coefficient of it.
+
+    Candidates that one pattern does not cover are left out; a draft says what else it matches.
+    """
+    traced = discovery.matched.traced
+    dataflow = Dataflow(traced.graph_module)
+    by_form: dict[str, list[Candidate]] = {}
+    for candidate in discovery.unclaimed:
+        by_form.setdefault(candidate.form, []).append(candidate)
+    drafts: list[Draft] = []
+    for alike in by_form.values():
+        for coefficients in zip(*(candidate.coefficients for candidate in alike), strict=False):
+            step = alike[0].module.rpartition(".")[2].replace("_", "-").lower()
+            name = f"draft-{len(drafts) + 1}-{step}" if step.replace("-", "").isalnum() else f"draft-{len(drafts) + 1}"
+            drafted = scaffold_for(name, coefficients, dataflow, traced.sample)
+            if drafted is not None:
+                drafts.append(drafted)
+    return tuple(drafts)
 
 
 def _patterns(patterns: Sequence[Pattern | str | Path] | None) -> list[Pattern]:

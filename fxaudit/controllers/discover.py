@@ -42,9 +42,9 @@ class Candidate:
     """What may be a controller that no pattern describes.
 
     `coefficients` come from one anchor; `applies` are the meetings; `cone` is what dies when all coefficients are
-    replaced, `parameters` counts the parameter elements in it. `repeats` counts the candidates of this model with the
-    same cone up to renaming. `axes` guesses a role for each axis of each coefficient. `claimed_by` names the pattern
-    that owns it already.
+    replaced, `parameters` counts the parameter elements in it. `axes` guesses a role for each axis of each
+    coefficient. Candidates of the same `form` have the same cone up to renaming, and `repeats` counts them.
+    `claimed_by` names the pattern that owns it already.
     """
 
     module: str
@@ -54,6 +54,7 @@ class Candidate:
     cone: frozenset[Node]
     parameters: int
     axes: tuple[tuple[str, ...], ...]
+    form: str
     repeats: int
     claimed_by: str | None
 
@@ -92,9 +93,8 @@ def discover(
         for coefficients in [_bind_points(sites, paths)]
     ]
     found = [replace(one, claimed_by=_owner(one, controllers)) for one in _outermost(found)]
-    marks = [shape_hash(one.cone) for one in found]
-    counts = Counter(marks)
-    found = [replace(one, repeats=counts[mark]) for one, mark in zip(found, marks, strict=True)]
+    counts = Counter(one.form for one in found)
+    found = [replace(one, repeats=counts[one.form]) for one in found]
     return tuple(sorted(found, key=lambda c: (-c.repeats * max(c.parameters, 1), dataflow.order[c.applies[0]])))
 
 
@@ -477,6 +477,7 @@ def _candidate(coefficients: tuple[Node, ...], sites: Sequence[_Site], paths: _P
         cone=frozenset(cone),
         parameters=count_parameters(dataflow.module, cone),
         axes=tuple(_axis_guesses(node, paths, sample) for node in coefficients),
+        form=shape_hash(cone),
         repeats=1,
         claimed_by=None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,55 @@ def scaffold(name: str, target: str, dataflow: Dataflow, sample: Size | None) ->
         expected="a learned function of an input that is applied to another value",
         found="\n".join(refusals[:3]) or "no product, sum or mixing of two values",
         remedy="point at the node where the coefficient is applied: `fxaudit trace MODEL --json` lists apply sites",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The text of a pattern file for given coefficients; `beyond` are coefficients that it also matches."""
+
+    name: str
+    text: str
+    beyond: tuple[Node, ...]
+
+
+def scaffold_for(name: str, coefficients: Collection[Node], dataflow: Dataflow, sample: Size | None) -> Draft | None:
+    """A pattern file called `name` that matches at all of `coefficients` and, where that is possible, nowhere else.
+
+    The exact computation of the first coefficient is written down, narrowed by its module path where that is too wide.
+    None where one pattern does not cover them all.
+    """
+    wanted = set(coefficients)
+    first = min(wanted, key=dataflow.order.__getitem__)
+    best: Draft | None = None
+    for apply in _applies_behind(first):
+        site = Site(first, apply)
+        if structure.refusal(dataflow, first, apply) is not None:
+            continue
+        for expression in _expressions(first, dataflow):
+            for glob in ("", _common_glob(wanted)):
+                text = _text(name, expression, site, dataflow, sample, glob)
+                if text is None:
+                    continue
+                matches = find_matches(parse_pattern(Path(f"{name}.toml"), text), dataflow, sample).matches
+                found = {match.coefficient for match in matches}
+                if not wanted <= found:
+                    continue
+                beyond = tuple(sorted(found - wanted, key=dataflow.order.__getitem__))
+                if best is None or len(beyond) < len(best.beyond):
+                    best = Draft(name, text, beyond)
+                if not beyond:
+                    return best
+    return best
+
+
+def _common_glob(nodes: Collection[Node]) -> str:
+    """A glob over the module paths of nodes: steps that differ, or count, become `*`; empty at the root."""
+    paths = [ops.module_path(node)[-1].partition("@")[0].split(".") if ops.module_path(node) else [] for node in nodes]
+    if not all(paths) or len({len(path) for path in paths}) != 1:
+        return ""
+    return ".".join(
+        steps[0] if len(set(steps)) == 1 and not steps[0].isdigit() else "*" for steps in zip(*paths, strict=True)
     )
 
 
@@ -186,7 +235,9 @@ def _kind(node: Node, dataflow: Dataflow) -> str:
     return next((kind for kind in classes if dataflow.is_a(node, kind)), ops.op_name(node))
 
 
-def _text(name: str, expression: str, site: Site, dataflow: Dataflow, sample: Size | None) -> str | None:
+def _text(
+    name: str, expression: str, site: Site, dataflow: Dataflow, sample: Size | None, glob: str = ""
+) -> str | None:
     axes = _axes(site.coefficient, sample)
     if axes is None:
         return None
@@ -206,6 +257,7 @@ def _text(name: str, expression: str, site: Site, dataflow: Dataflow, sample: Si
         f"coefficient = {expression}",
         f"apply       = {apply}",
         "'''",
+        *([f"""where   = ['module(coefficient, "{glob}")']"""] if glob else []),
         "",
         "[shape]",
         f'coefficient = "{" ".join(axes)}"',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fxaudit import __version__, ops
@@ -10,6 +11,7 @@ from fxaudit.axes import Size
 from fxaudit.controllers.controller import Coefficient, Controller
 from fxaudit.controllers.explain import Explained
 from fxaudit.controllers.match import NearMiss
+from fxaudit.controllers.scaffold import Draft
 from fxaudit.execution.flops import count_flops
 from fxaudit.model.compare import Comparisons
 from fxaudit.model.trace import Finding, TracedModel
@@ -60,7 +62,7 @@ def trace(report: TraceReport) -> dict[str, Any]:
     }
 
 
-def discover(discovery: Discovery) -> dict[str, Any]:
+def discover(discovery: Discovery, drafts: Sequence[Draft] = ()) -> dict[str, Any]:
     """The JSON of `fxaudit discover`."""
     traced = discovery.matched.traced
     return {
@@ -88,6 +90,7 @@ def discover(discovery: Discovery) -> dict[str, Any]:
             }
             for one in discovery.candidates
         ],
+        "drafts": [{"name": d.name, "also_matches": [node.name for node in d.beyond]} for d in drafts],
         "counts": discovery.matched.counts,
         "findings": [finding(found) for found in (*traced.findings, *discovery.matched.findings)],
         "provenance": provenance(traced),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from fxaudit.controllers.controller import Controller
 from fxaudit.controllers.examples import Outcome
 from fxaudit.controllers.explain import Explained
 from fxaudit.controllers.pattern import Pattern
+from fxaudit.controllers.scaffold import Draft
 from fxaudit.model.compare import Comparison, Comparisons
 from fxaudit.model.trace import Finding, TracedModel
 from fxaudit.ops import source_line
@@ -94,7 +95,7 @@ def _controllers(controllers: tuple[Controller, ...], traced: TracedModel) -> Ta
     return table
 
 
-def discover(discovery: Discovery, console: Console) -> None:
+def discover(discovery: Discovery, drafts: Sequence[Draft], directory: Path | None, console: Console) -> None:
     """What `fxaudit discover` prints."""
     traced, unclaimed = discovery.matched.traced, discovery.unclaimed
     claimed = len(discovery.candidates) - len(unclaimed)
@@ -121,6 +122,9 @@ def discover(discovery: Discovery, console: Console) -> None:
         table.add_row(f"and {len(unclaimed) - _ROWS} more, all in --json", *[""] * 6)
     if unclaimed:
         console.print(table)
+    for drafted in drafts:
+        also = f", which also matches {len(drafted.beyond)} other sites" if drafted.beyond else ""
+        _line(console, "draft", f"{directory}/{drafted.name}.toml{also}")
     findings(traced.findings, console)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxaudit import stages
+from fxaudit.cli import main
 from fxaudit.controllers.discover import discover
 from fxaudit.controllers.graphs import Dataflow
 
@@ -242,6 +247,38 @@ def test_what_a_pattern_describes_is_marked_as_claimed() -> None:
     assert claims["layers.0.a"] == claims["layers.1.a"] == "feature-gate"
     assert all(one.claimed_by is None for one in discovery.unclaimed)
     assert len(discovery.unclaimed) == sum(owner is None for owner in claims.values())
+
+
+def test_drafted_patterns_match_the_discovered_sites_and_no_others(tmp_path: Path) -> None:
+    traced = stages.trace(_Stack(), torch.randn(3, TOKENS, WIDTH))
+    discovery = stages.discover(traced, patterns=[])
+    drafts = stages.draft_discovered(discovery)
+    for draft in drafts:
+        (tmp_path / f"{draft.name}.toml").write_text(draft.text, encoding="utf-8")
+    assert [draft.beyond for draft in drafts] == [(), ()]
+    matched = stages.match(traced, [tmp_path])
+    wanted = {node for one in discovery.candidates for node in one.coefficients}
+    assert {c.node for controller in matched.controllers for c in controller.coefficients} == wanted
+    assert sorted(matched.counts.values()) == [1, 2]
+
+
+def test_the_command_writes_drafts_and_overwrites_none(tmp_path: Path) -> None:
+    arguments = [
+        "discover",
+        "torchvision:mobilenet_v3_small",
+        "--random-init",
+        "--no-library",
+        "--write",
+        str(tmp_path),
+    ]
+    first = CliRunner().invoke(main, [*arguments, "--json"])
+    assert first.exit_code == 0, first.output
+    found = json.loads(first.stdout)
+    assert sum(len(one["coefficients"]) for one in found["candidates"]) == 9  # the squeeze-excite blocks
+    assert {path.stem for path in tmp_path.iterdir()} == {draft["name"] for draft in found["drafts"]} != set()
+    again = CliRunner().invoke(main, arguments)
+    assert again.exit_code == 2
+    assert "exists" in again.stderr
 
 
 def _candidates(model: nn.Module):
