@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from fxaudit import ops
 from fxaudit.controllers.graphs import Dataflow
-from fxaudit.controllers.language import Chain, Either, Fold, Item, Name, Op, Term, walk
+from fxaudit.controllers.language import Chain, Either, Fold, Item, Name, Op, Term, names_in, walk
 from fxaudit.controllers.pattern import Pattern
 
 # How many times rarer than the apply op something must be for the way from it to the apply site to be worth a walk.
@@ -29,12 +29,15 @@ class Plan:
 
     `missing` are the op names of which none occurs although one must, None where the pattern may match. `roots` are the
     kinds that a term's node may have (None: any), `options` the alternatives of each `Either` that may match.
+    `mentions` are the names in each equation, `absent` the equations that hold nowhere in the graph.
     """
 
     missing: tuple[str, ...] | None
     roots: Mapping[Term, frozenset[str] | None]
     options: Mapping[Term, tuple[Term, ...]]
     anchors: tuple[Node, ...]
+    mentions: Mapping[str, frozenset[str]]
+    absent: frozenset[str]
 
 
 def plan(pattern: Pattern, dataflow: Dataflow, *, thorough: bool = False) -> Plan:
@@ -49,11 +52,13 @@ def plan(pattern: Pattern, dataflow: Dataflow, *, thorough: bool = False) -> Pla
         if isinstance(term, Either)
     }
     roots = {term: _roots(term, pattern.equations, options) for term in every}
+    mentions = {name: frozenset(names_in(term)) for name, term in pattern.equations.items()}
+    absent = frozenset(name for name, term in pattern.equations.items() if _missing(term, pattern, dataflow))
     if thorough:
-        at = _nodes_of(roots[pattern.equations["apply"]], dataflow)
-        return Plan(None if at else missing, roots, options, tuple(sorted(at, key=dataflow.order.__getitem__)))
+        at = sorted(_nodes_of(roots[pattern.equations["apply"]], dataflow), key=dataflow.order.__getitem__)
+        return Plan(None if at else missing, roots, options, tuple(at), mentions, absent)
     anchors = () if missing else _anchors(pattern, dataflow, roots, options)
-    return Plan(missing, roots, options, anchors)
+    return Plan(missing, roots, options, anchors, mentions, absent)
 
 
 def _missing(term: Term, pattern: Pattern, dataflow: Dataflow) -> tuple[str, ...] | None:
@@ -78,6 +83,12 @@ def _missing(term: Term, pattern: Pattern, dataflow: Dataflow) -> tuple[str, ...
             if all(found):
                 return tuple(dict.fromkeys(name for names in found if names for name in names))
     return None
+
+
+def root_kinds(term: Term, equations: Mapping[str, Term]) -> frozenset[str] | None:
+    """The kinds that a term's node may have in any graph; None: any."""
+    inner = [part for equation in (term, *equations.values()) for part in walk(equation)]
+    return _roots(term, equations, {part: part.options for part in inner if isinstance(part, Either)})
 
 
 def _roots(

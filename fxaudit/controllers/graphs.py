@@ -43,7 +43,10 @@ class Dataflow:
                 source in self._from_parameter for source in sources
             ):
                 self._from_parameter.add(node)
+        self._names: dict[Node, str] = {}
         self._kinds: dict[Node, frozenset[str]] = {}
+        self._learned: set[Node] = set()
+        self._selections: set[Node] = set()
         self._of_kind: dict[str, list[Node]] = {}
         self._classify()
 
@@ -51,7 +54,7 @@ class Dataflow:
         """The op name and op classes of each node; `linear` needs a learned operand, which only the graph can tell."""
         known: dict[tuple[Any, str], tuple[frozenset[str], frozenset[str]]] = {}
         for node in self.nodes:
-            name = ops.op_name(node)
+            name = self._names[node] = ops.op_name(node)
             if node.op != "call_function":
                 self._kinds[node] = frozenset()
                 self._of_kind.setdefault(name, []).append(node)
@@ -62,8 +65,20 @@ class Dataflow:
                 known[key] = (classes | {name}, (classes | {name}) - {"linear"})
             kinds = known[key][0 if "linear" not in known[key][0] or self._is_learned_matmul(node) else 1]
             self._kinds[node] = kinds
+            if "linear" in kinds or (name in _LOOK_UPS and self._is_learned_matmul(node)):
+                self._learned.add(node)
+            if ops.is_selection(node):
+                self._selections.add(node)
             for kind in kinds:
                 self._of_kind.setdefault(kind, []).append(node)
+
+    def name(self, node: Node) -> str:
+        """The op name of a node."""
+        return self._names[node]
+
+    def is_selection(self, node: Node) -> bool:
+        """Whether a node takes a part of its operand."""
+        return node in self._selections
 
     def kinds(self, node: Node) -> frozenset[str]:
         """The op name and the op classes of a node."""
@@ -95,8 +110,7 @@ class Dataflow:
 
     def is_learned_op(self, node: Node) -> bool:
         """Whether a node applies learned weights to data: a linear map, convolution or table look-up."""
-        kinds = self._kinds[node]
-        return "linear" in kinds or (not _LOOK_UPS.isdisjoint(kinds) and self._is_learned_matmul(node))
+        return node in self._learned
 
     def is_a(self, node: Node, name: str) -> bool:
         """Whether a node is the op, or in the op class, `name`; `linear` needs a learned operand."""

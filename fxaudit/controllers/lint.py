@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fxaudit import axes, ops
 from fxaudit.controllers import language
+from fxaudit.controllers.anchors import root_kinds
 from fxaudit.controllers.language import Name, Op, Term
 from fxaudit.controllers.pattern import Pattern
 
-# Commutative ops on one path of operands: each doubles the orders that are tried.
+# Commutative ops on one path of which both operands may be the same node: each doubles the orders that are tried.
 MOST_COMMUTATIVE = 4
 _KEEPS_RANK = frozenset(["squash", "activation", "norm", "pointwise"]).union(
     ops.CLASSES["squash"], ops.CLASSES["activation"], ops.CLASSES["norm"]
@@ -44,19 +46,18 @@ def lint(pattern: Pattern) -> list[Complaint]:
 
 
 def _unused(pattern: Pattern) -> Iterator[Complaint]:
-    """Equations that nothing mentions and nothing needs: `match` holds whether or not they are there for a reader."""
+    """Equations that share no name with the rest: nothing says where their nodes are, so nothing can look for them."""
     intervene = pattern.intervene
-    used = {"apply", *pattern.bound, *intervene.taps.values(), *pattern.claims, *pattern.shapes}
-    used |= {name for _, name, _ in pattern.exclude}
-    for predicate in pattern.where:
-        used |= set(predicate.names)
+    names = {name: {name} | language.names_in(term) for name, term in pattern.equations.items()}
+    connected = {"apply", *pattern.bound, *intervene.taps.values()}
+    grown = True
+    while grown:
+        new = {n for mentioned in names.values() if mentioned & connected for n in mentioned} - connected
+        connected |= new
+        grown = bool(new)
     for name, term in pattern.equations.items():
-        used |= language.names_in(term) - {name}
-    for _, _, term in pattern.exclude:
-        used |= language.names_in(term)
-    for name, term in pattern.equations.items():
-        if name not in used:
-            text = f"nothing uses `{name}`: remove the equation, or use the name"
+        if name not in connected:
+            text = f"`{name}` shares no name with the rest of `match`: remove it, or use a name of it"
             yield Complaint("unused-capture", pattern.where_in_file(term.line), text)
 
 
@@ -71,10 +72,13 @@ def _commutative(pattern: Pattern) -> Iterator[Complaint]:
 
 
 def _nested(term: Term, equations: Mapping[str, Term]) -> int:
-    """The most commutative ops with two or more operands on any path down from a term."""
+    """The most commutative ops on any path down from a term of which two operands may change places."""
     if isinstance(term, Name):
         return _nested(equations[term.name], equations) if term.name in equations else 0
-    own = isinstance(term, Op) and len(term.operands) > 1 and not ops.UNORDERED.isdisjoint(term.names)
+    own = False
+    if isinstance(term, Op) and not ops.UNORDERED.isdisjoint(term.names):
+        kinds = [root_kinds(operand, equations) for operand in term.operands]
+        own = any(a == b or (a is not None and b is not None and a & b) for a, b in itertools.combinations(kinds, 2))
     return own + max((_nested(inner, equations) for inner in language.children(term)), default=0)
 
 

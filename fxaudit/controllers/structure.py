@@ -94,7 +94,7 @@ def _is_mask(dataflow: Dataflow, node: Node) -> bool:
     seen = {node}
     while pending:
         current = pending.pop()
-        if ops.op_name(current) in _COMPARISONS:
+        if dataflow.name(current) in _COMPARISONS:
             found = True
             continue
         if current.op != "call_function" or not any(ops.in_class(current, c) for c in ("layout", "pointwise")):
@@ -140,7 +140,7 @@ def _a_norm(dataflow: Dataflow, coefficient: Node, head: list[Node]) -> str | No
     pending, seen = [coefficient], {coefficient}
     while pending:
         node = pending.pop()
-        name = ops.op_name(node)
+        name = dataflow.name(node)
         if name in _REDUCTIONS or (name == "getitem" and _is_reduction_output(node)):
             continue
         if name in _SQUASHES or node.op != "call_function" or dataflow.is_learned_op(node):
@@ -169,11 +169,11 @@ def _is_negative(node: Node) -> bool:
 def _a_wide_factor(
     dataflow: Dataflow, coefficient: Node, apply: Node, values: list[Node], head: list[Node]
 ) -> str | None:
-    if ops.op_name(apply) not in _ELEMENTWISE or not values:
+    if dataflow.name(apply) not in _ELEMENTWISE or not values:
         return None
     carried = [node for node in dataflow.operands(apply) if node not in values]
     way = way_to(dataflow, coefficient, apply)
-    if any(ops.op_name(n) in _WIDENING for n in way):
+    if any(dataflow.name(n) in _WIDENING for n in way):
         return None
     if any(ops.sizes(operand) != ops.sizes(apply) for operand in carried):
         return None
@@ -181,7 +181,7 @@ def _a_wide_factor(
         return None
     if not any(map(dataflow.is_dynamic, values)):
         return "`coefficient` is the data, scaled by a constant"
-    if any(ops.op_name(n) in _BOUNDED for n in (*head, *way)):
+    if any(dataflow.name(n) in _BOUNDED for n in (*head, *way)):
         return None
     return "`coefficient` is as wide as the value and unbounded: half of a GLU"
 
@@ -214,7 +214,7 @@ def _way(dataflow: Dataflow, operand: Node, coefficient: Node) -> list[Node]:
 
 def _attention(dataflow: Dataflow, coefficient: Node, positions: Collection[int]) -> str | None:
     for node in _through_arithmetic(dataflow, coefficient):
-        if ops.op_name(node) != "softmax":
+        if dataflow.name(node) != "softmax":
             continue
         if any(_is_product(dataflow, n) for n in _through_arithmetic(dataflow, node)):
             return "`coefficient` is a softmax of a product of two data operands: an attention weight"
@@ -231,7 +231,7 @@ def _through_arithmetic(dataflow: Dataflow, start: Node) -> Iterator[Node]:
     while queue:
         node = queue.popleft()
         yield node
-        passes = any(ops.in_class(node, c) for c in ("layout", "pointwise")) or ops.op_name(node) == "masked_fill"
+        passes = any(ops.in_class(node, c) for c in ("layout", "pointwise")) or dataflow.name(node) == "masked_fill"
         if node is start or (passes and not dataflow.is_learned_op(node)):
             new = [s for s in dataflow.operands(node) if dataflow.is_dynamic(s) and s not in seen]
             seen.update(new)
@@ -240,7 +240,7 @@ def _through_arithmetic(dataflow: Dataflow, start: Node) -> Iterator[Node]:
 
 def _is_product(dataflow: Dataflow, node: Node) -> bool:
     """Whether a node contracts two data operands, as queries with keys."""
-    is_matmul = ops.in_class(node, "matmul") or ops.op_name(node) == "baddbmm"
+    is_matmul = ops.in_class(node, "matmul") or dataflow.name(node) == "baddbmm"
     return is_matmul and sum(map(dataflow.is_dynamic, dataflow.operands(node))) >= 2
 
 
@@ -272,7 +272,7 @@ def is_discrete(dataflow: Dataflow, bound: Sequence[Node], apply: Node) -> bool:
         return True
     ways = way_to(dataflow, applied(dataflow, bound, apply), apply)
     nodes = [n for node in bound for n in _head(dataflow, node)]
-    return any(ops.op_name(n) in _CHOICES or _is_indexed_maximum(n) for n in (*nodes, *ways))
+    return any(dataflow.name(n) in _CHOICES or _is_indexed_maximum(n) for n in (*nodes, *ways))
 
 
 def _is_indexed_maximum(node: Node) -> bool:
@@ -285,7 +285,7 @@ def _is_indexed_maximum(node: Node) -> bool:
 def value_operands(dataflow: Dataflow, coefficient: Node, apply: Node) -> list[Node]:
     """The operands of `apply` that do not carry the coefficient: what it is applied to. Masks and indices are none."""
     operands = [node for node in dataflow.operands(apply) if not _is_whole(node)]
-    if ops.op_name(apply) == "add" and all(dataflow.depends(node, coefficient) for node in operands):
+    if dataflow.name(apply) == "add" and all(dataflow.depends(node, coefficient) for node in operands):
         # As in g * new + (1 - g) * old: what each term scales.
         return [value for node in operands for value in value_operands(dataflow, coefficient, node)]
     carriers = [node for node in operands if carries(dataflow, node, coefficient)]
@@ -354,6 +354,6 @@ def same_path(dataflow: Dataflow, values: list[Node]) -> set[Node]:
     def ends(node: Node) -> bool:
         dtype = ops.dtype(node)
         is_index = dtype is not None and not dtype.is_floating_point and not dtype.is_complex
-        return is_index or dataflow.is_learned_op(node) or ops.is_selection(node)
+        return is_index or dataflow.is_learned_op(node) or dataflow.is_selection(node)
 
     return set(dataflow.walk_back(values, ends))

@@ -16,7 +16,6 @@ from typing import Any
 from torch.fx import Node
 
 from fxaudit import axes, ops
-from fxaudit.controllers import language
 from fxaudit.controllers.anchors import Plan
 from fxaudit.controllers.anchors import plan as make_plan
 from fxaudit.controllers.graphs import Dataflow
@@ -137,7 +136,7 @@ class Unifier:
             case _ if not isinstance(node, Node):
                 return
             case Item(source=source, index=index):
-                if ops.op_name(node) == "getitem" and node.args[1] == index:
+                if self.dataflow.name(node) == "getitem" and node.args[1] == index:
                     yield from self.unify(source, node.args[0], bindings)
                 else:
                     self.fail(
@@ -213,7 +212,7 @@ class Unifier:
             self.fail(bindings, node, term.line, template, count, len(operands), node)
             return
         orders: Any = [tuple(operands[:count])]
-        if ops.op_name(node) in ops.UNORDERED:
+        if self.dataflow.name(node) in ops.UNORDERED:
             orders = itertools.permutations(operands, count)
         for order in orders:
             # Closures last, so that a region stops at captures which a cheaper operand has bound.
@@ -227,9 +226,9 @@ class Unifier:
 
         Of an einsum parameters, too: which side is learned depends on the model, not on the contraction.
         """
-        if ops.op_name(node) in ops.ARITHMETIC:
+        if self.dataflow.name(node) in ops.ARITHMETIC:
             return ops.arithmetic_operands(node)
-        if ops.op_name(node) == "einsum":
+        if self.dataflow.name(node) == "einsum":
             return self.dataflow.operands(node)
         return self.dataflow.data_operands(node)
 
@@ -372,7 +371,7 @@ class Unifier:
         while queue:
             current = queue.pop()
             if current in self.equations and current not in settled:
-                new = language.names_in(self.equations[current]) - names
+                new = self.plan.mentions[current] - names
                 names |= new
                 queue.extend(new)
         return names
@@ -410,15 +409,20 @@ class Unifier:
         if not pending:
             yield bindings
             return
+        for name in self.plan.absent.intersection(pending):  # no search would find it
+            if not (self._mentions_optional(name) or self._speaks_of_another_alternative(name, bindings)):
+                line = self.equations[name].line
+                self.fail(bindings, self.anchor, line, "nothing in the graph is `{}`", name)
+                return
         known = {name for name, node in bindings.items() if isinstance(node, Node)}
         # What the pattern binds before conditions, which hold in many ways; of these, what mentions a known node first.
-        name = min(pending, key=lambda n: (n not in self._needed, not language.names_in(self.equations[n]) & known))
+        name = min(pending, key=lambda n: (n not in self._needed, not self.plan.mentions[n] & known))
         rest = [other for other in pending if other != name]
         if self._speaks_of_another_alternative(name, bindings):
             yield from self._forward(bindings, rest)
             return
         term = self.equations[name]
-        names = (language.names_in(term) & known) or (self._mentioned_by(name) & known)
+        names = (self.plan.mentions[name] & known) or (self._mentioned_by(name) & known)
         mentioned = sorted({bindings[n] for n in names}, key=self.dataflow.order.__getitem__)
         found = False
         for candidates in (mentioned, self._downstream(mentioned, self.plan.roots[term])):
@@ -437,7 +441,7 @@ class Unifier:
             )
 
     def _mentions_optional(self, name: str) -> bool:
-        return not language.names_in(self.equations[name]).isdisjoint(self.pattern.intervene.optional)
+        return not self.plan.mentions[name].isdisjoint(self.pattern.intervene.optional)
 
     def _speaks_of_another_alternative(self, name: str, bindings: Bindings) -> bool:
         """Whether an equation is about nodes of an alternative that `apply` did not take: then it is no condition."""

@@ -1,6 +1,7 @@
 import pytest
 
 from fxaudit.controllers.lint import lint
+from fxaudit.controllers.pattern import load_patterns
 
 from .build import pattern
 
@@ -44,25 +45,31 @@ def test_a_missing_kind_of_example_is_told(kept, missing):
     assert kinds(examples=parts[kept]) == [missing]
 
 
-def test_an_equation_that_nothing_uses_is_told_with_its_line():
-    chosen = pattern(f"idle = relu(input)\n{GATE}", head=CITED, examples=EXAMPLES)
+def test_an_equation_that_shares_no_name_with_the_rest_is_told_with_its_line():
+    chosen = pattern(f"idle = relu(other)\n{GATE}", head=CITED, examples=EXAMPLES)
     (complaint,) = [c for c in lint(chosen) if c.kind == "unused-capture"]
     assert complaint.where.endswith("family.toml:6")
     assert "`idle`" in complaint.text
 
 
-@pytest.mark.parametrize(
-    "use", [{"where": ["depends(idle, input)"]}, {"exclude": ["idle = tanh(_)"]}, {"shape": {"idle": "_ _"}}]
-)
-def test_an_equation_that_something_speaks_of_is_used(use):
-    if "shape" in use:
-        use["shape"] = {"coefficient": "batch feature", **use["shape"]}
-    assert kinds(f"idle = relu(input)\n{GATE}", **use) == []
+@pytest.mark.parametrize("condition", ["condition = relu(input)", "condition = relu(outer)\nouter = exp(coefficient)"])
+def test_an_equation_about_something_that_is_captured_is_a_condition(condition):
+    assert kinds(f"{condition}\n{GATE}") == []
 
 
-def test_many_commutative_ops_on_one_path_are_told():
-    deep = "coefficient = sigmoid(a * (b + c * (d + e * (f + g))))\napply = value * coefficient"
-    assert kinds(deep) == ["commutativity"]
+def tree(height):
+    """A symmetric tree of sums: the subtrees of each may change places."""
+    return f"({tree(height - 1)} + {tree(height - 1)})" if height else "_"
+
+
+@pytest.mark.parametrize(("height", "expected"), [(4, []), (5, ["commutativity"])])
+def test_many_commutative_ops_on_one_path_are_told(height, expected):
+    assert kinds(f"coefficient = sigmoid({tree(height)})\napply = value * coefficient") == expected
+
+
+def test_operands_of_different_kinds_cannot_change_places():
+    deep = "coefficient = sigmoid(a * (b + c * (d + e * (f + g * (h + 1.0)))))\napply = value * coefficient"
+    assert kinds(deep) == []
 
 
 def test_a_reduced_axis_that_the_shape_still_has_is_told():
@@ -74,3 +81,8 @@ def test_a_reduced_axis_that_the_shape_still_has_is_told():
 def test_two_shapes_that_can_never_have_the_same_rank_are_told():
     match = "logits = linear(input)\ncoefficient = sigmoid(logits)\napply = value * coefficient"
     assert kinds(match, shape={"logits": "batch token feature", "coefficient": "batch feature"}) == ["impossible-shape"]
+
+
+@pytest.mark.parametrize("chosen", load_patterns(), ids=lambda chosen: chosen.name)
+def test_a_shipped_pattern_has_no_complaint(chosen):
+    assert lint(chosen) == []
