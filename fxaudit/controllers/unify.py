@@ -123,13 +123,13 @@ class Unifier:
         """
         self._visit(term)
         match term:
+            case Name(name=name):
+                yield from self._name(term, name, node, bindings)
             case Anything():
                 yield bindings
             case Literal(value=value):
                 if not isinstance(node, Node) and node == value:
                     yield bindings
-            case Name(name=name):
-                yield from self._name(term, name, node, bindings)
             case Either():
                 for option in self.plan.options[term]:
                     yield from self.unify(option, node, bindings)
@@ -239,6 +239,14 @@ class Unifier:
         (term, node), *rest = pairs
         if isinstance(node, Node) and self._is_rejected(term, node):
             self._reject(term, node, bindings)
+            return
+        if (
+            isinstance(term, Name)
+            and isinstance(node, Node)
+            and not (term.name in bindings or term.name in self.equations)
+        ):
+            self._visit(term)  # any node: nothing to unify
+            yield from self._all(rest, {**bindings, term.name: node})
             return
         for extended in self.unify(term, node, bindings):
             yield from self._all(rest, extended)
@@ -396,7 +404,7 @@ class Unifier:
     def _open(self, names: Iterable[str], unified: str, bindings: Bindings) -> list[str]:
         """Those of `names` that still have to be found once the equation of `unified` holds."""
         # An optional capture that another equation mentions is found with it, or is not there.
-        mentioned = set().union(*map(language.names_in, self.equations.values()))
+        mentioned = frozenset().union(*self.plan.mentions.values())
         settled = {*bindings, *mentioned.intersection(self.pattern.intervene.optional)}
         needed, reached = self._needed, self._mentioned_by(unified)
         return [name for name in names if name not in settled and (name in needed or name not in reached)]
