@@ -88,12 +88,17 @@ ROWS: list[dict[str, Any]] = [
 
 def test_the_section_counts_models_by_library_and_names_those_that_are_not_exact() -> None:
     text = render.section(ROWS)
-    assert "| a | 2 | 1 | 1 | 0 | 1 |" in text
-    assert "| b | 1 | 0 | 0 | 1 | 0 |" in text
+    assert "| a | 2 | 1 | 1 | 0 |" in text
+    assert "| b | 1 | 0 | 0 | 1 |" in text
     assert "Equal bit for bit: 1 of 3 (33.3 %)" in text
     assert "- `a:two`: traced; differs from the model by at most 2e-07" in text
     assert "- `b:three`: refused: a loop | over data" in text
     assert "`a:one`" not in text
+
+
+def test_models_without_a_result_are_counted_beside_those_that_have_one() -> None:
+    assert "3 further models of the zoo have not been run" in render.section(ROWS, ["c", "d", "e"])
+    assert "further models" not in render.section(ROWS)
 
 
 def test_a_bar_in_a_reason_does_not_break_the_table() -> None:
