@@ -220,7 +220,9 @@ def refusal(
                 return "the coefficient has one position"
         case "static":
             return _static_refusal(intervention, controller)
-        case "neutral" if discrete or controller.intervene.neutral is None:
+        case "neutral" if discrete or all(
+            controller.intervene.neutral_of(c.name) is None for c in controller.coefficients
+        ):
             return "the family has no neutral value"
         case "resample" if discrete:
             return "a choice is made of all scores at once: its slots have no marginals of their own"

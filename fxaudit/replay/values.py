@@ -124,8 +124,8 @@ class Player:
             case "static":
                 return self.sources.profiles[intervention.level or ""][coefficient.key].expand_as(own)
             case "neutral":
-                neutral = self._owner[coefficient.key].intervene.neutral
-                return torch.full_like(own, float(neutral or 0.0))
+                neutral = self._owner[coefficient.key].intervene.neutral_of(coefficient.name)
+                return own if neutral is None else torch.full_like(own, neutral)
             case "resample":
                 permutations, controller = self.sources.permutations[treatment.seed], self._owner[coefficient.key]
                 places = permutations.resample_positions.get(controller.id)

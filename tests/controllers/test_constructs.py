@@ -5,9 +5,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxaudit import stages
 from fxaudit.controllers.controller import build_controllers
 from fxaudit.controllers.graphs import Dataflow
 from fxaudit.controllers.match import find_matches
+from fxaudit.replay.dependence import measure_dependence
+from fxaudit.replay.intervene import parse_interventions
 
 from .build import pattern, traced
 
@@ -208,3 +211,20 @@ def test_an_equation_two_steps_behind_what_is_bound_is_found():
     )
     ((controller,), _) = found(Later(), chosen, torch.randn(2, 4))
     assert [c.node.name for c in controller.coefficients] == ["amax", "exp"]
+
+
+def test_the_neutral_replay_keeps_a_coupled_coefficient_that_has_no_neutral_value(shared_sigmoid, tmp_path):
+    module, inputs = shared_sigmoid[0].eval(), torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(1))
+    chosen = pattern(PAIR, shape=SHAPES, axes=ROLES, intervene='coupled = ["second"]\nneutral = { second = 0.25 }')
+    frozen = stages.freeze(stages.match(stages.trace(module, inputs), [chosen]))
+    targets = torch.randint(0, 4, (4, 3), generator=torch.Generator().manual_seed(2))
+    data = stages.load_data({"x": inputs, "targets": targets}, frozen.traced)
+    recording = stages.record(frozen, data, tmp_path / "store", batch_size=2)
+    asked = parse_interventions("identity,neutral")
+    found = measure_dependence(frozen, data, recording.store, None, asked, seeds=(0,), scopes=("joint",))
+    (result,) = [row for row in found.results if row.intervention == "neutral"]
+    with torch.no_grad():
+        first = torch.sigmoid(module.gates(inputs)).chunk(2, -1)[0]
+        logits = module.out(module.value(inputs) * first + inputs.cos() * 0.25)
+    expected = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
+    assert torch.allclose(torch.tensor(result.per_input, dtype=torch.float32), expected, atol=1e-5)
