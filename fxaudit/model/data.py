@@ -32,7 +32,7 @@ FORMS = (
 TARGETS, VALID = "targets", "valid"
 _PURPOSE = Purpose(DataError, "data set", "a dict of arrays by input name, or yields such dicts", FORMS)
 _DIGEST_ROWS = 64
-_MASK = "attention_mask"
+MASK = "attention_mask"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class DataSet:
 
     def valid_positions(self) -> Tensor | None:
         """Whether each position counts, [inputs, positions]; None when all do."""
-        column = self.valid or self.columns.get(_MASK)
+        column = self.valid or self.columns.get(MASK)
         if column is None or column.rows(0, 1).ndim != 2:
             return None
         starts = range(0, self.count, _DIGEST_ROWS)
@@ -388,7 +388,7 @@ def special_positions(data: DataSet, traced: TracedModel) -> Tensor | None:
         {key: value for key, value in vars(config).items() if key.endswith("_token_id")} if config is not None else {}
     )
     ids = {i for value in named.values() for i in (value if isinstance(value, list) else [value]) if type(i) is int}
-    names = [name for name in data.columns if _is_token_input(traced, name) and name != _MASK]
+    names = [name for name in data.columns if _is_token_input(traced, name) and name != MASK]
     if len(names) != 1 or not ids:
         return None
     known = torch.tensor(sorted(ids))

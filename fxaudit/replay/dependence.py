@@ -20,8 +20,9 @@ from torch import Tensor
 from fxaudit.controllers.controller import Controller
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.model.compare import same_bits
-from fxaudit.model.data import DataSet
+from fxaudit.model.data import MASK, DataSet
 from fxaudit.model.settings import exact_numerics
+from fxaudit.model.trace import run_flat
 from fxaudit.replay import intervene, profiles
 from fxaudit.replay.choices import Chooser, chooser
 from fxaudit.replay.flight import fly
@@ -143,7 +144,9 @@ def measure_dependence(
         for r in results
         if r.scope == "controller" and r.feedback == "frozen" and r.label == "reassign" and r.changed is False
     )
-    return Dependence(baseline, tuple(_adjusted(results)), draws[seeds[0]], measured, margin, inert, draws)
+    return Dependence(
+        baseline, tuple(_adjusted(results)), draws[seeds[0]], measured, margin, inert, draws, replays.causal
+    )
 
 
 class _Replays:
@@ -165,6 +168,7 @@ class _Replays:
         self.live: Chain | None = None
         self.baseline = _Run(None, 0, (None,) * len(self.chain.order))
         self.output, self.form = -1, "logits"
+        self.causal: bool | None = None
         self._identity: tuple[Any, ...] = ()
 
     def runs_of(self, rows: Sequence[Row], seeds: Sequence[int], scratch: Path) -> list[_Run]:
@@ -196,6 +200,7 @@ class _Replays:
                 if self.output < 0:
                     self.output = choose_output(found, self.frozen.traced.output_names, self.asked)
                     self.form = output_form(self.frozen.traced.output_leaves()[self.output])
+                    self.causal = is_causal(self.frozen, leaves, self.output)
             changed = any(_differ(a, b) for a, b in zip(self._identity, found, strict=True))
             live = self._identity[self.output][:real]
             scored = self.metric.score(found[self.output][:real], targets, live, self.form, valid)
@@ -223,6 +228,25 @@ class _Replays:
             float((values * weights).sum() / weights.sum()),
             _accuracy(scores, None),
         )
+
+
+def is_causal(frozen: FrozenModel, leaves: Sequence[Any], output: int) -> bool | None:
+    """Whether an output [inputs, positions, ...] stays the same, but for its last position, when the last position of
+    every input changes; None where there are no positions, or where the last one changes nothing either."""
+    traced = frozen.traced
+    before = run_flat(traced.graph_module, list(leaves), traced.initial_state)[output]
+    if not isinstance(before, Tensor) or before.ndim < 3 or before.shape[1] < 2:
+        return None
+    changed = list(leaves)
+    for i, (name, leaf) in enumerate(zip(traced.input_names, leaves, strict=True)):
+        if isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.shape[1] == before.shape[1] and name != MASK:
+            changed[i] = leaf.clone()
+            # The values of another input are as good as its own.
+            changed[i][:, -1] = leaf[:, 0] if len(leaf) < 2 else leaf.roll(1, 0)[:, -1]
+    after = run_flat(traced.graph_module, changed, traced.initial_state)[output]
+    if same_bits(before[:, -1], after[:, -1]):
+        return None
+    return same_bits(before[:, :-1], after[:, :-1])
 
 
 def _differ(a: Any, b: Any) -> bool:

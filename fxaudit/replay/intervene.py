@@ -209,6 +209,8 @@ def refusal(
         is_choice(c) or c.dtype.is_floating_point for c in controller.coefficients
     ):
         return "a capacity mask belongs to the choice that it was made for"
+    if intervention.part != "pair" and all(map(is_choice, controller.coefficients)):
+        return "the choice has no weights"
     match intervention.name:
         case "reassign" if inputs < 2:
             return "reassignment needs two inputs"
@@ -218,6 +220,8 @@ def refusal(
                 return "the coefficient has no position axis"
             if counts == {1}:
                 return "the coefficient has one position"
+            if len(counts) > 1:
+                return "its coefficients differ in their number of positions"
         case "static":
             return _static_refusal(intervention, controller)
         case "neutral" if discrete or all(
@@ -226,6 +230,8 @@ def refusal(
             return "the family has no neutral value"
         case "resample" if discrete:
             return "a choice is made of all scores at once: its slots have no marginals of their own"
+        case "resample" if len({_grid(c) for c in controller.coefficients}) > 1:
+            return "its coefficients differ in their number of positions or units"
         case "resample" if inputs < 2 and position_count(controller.coefficients[0]) in (None, 1):
             return "one value of each unit leaves nothing to draw from"
         case "permute-units":
@@ -237,9 +243,17 @@ def refusal(
                 return reason if discrete else "the coefficient has no unit axis"
             if count == 1:
                 return "the coefficient has one unit"
+            if not discrete and len({_grid(c) for c in controller.coefficients}) > 1:
+                return "its coefficients differ in their number of positions or units"
         case "swap-controllers" if not any(shape_of(o) == shape_of(controller) for o in others if o is not controller):
             return "no other controller has the same shape"
     return None
+
+
+def _grid(coefficient: Coefficient) -> tuple[int | None, tuple[object, ...]]:
+    """How many positions a coefficient has, and the sizes of its other axes."""
+    names = [n for n in stored_axes(coefficient)[1:] if coefficient.roles.get(n) != "position"]
+    return position_count(coefficient), tuple(str(coefficient.sizes.get(name, name)) for name in names)
 
 
 def _static_refusal(intervention: Intervention, controller: Controller) -> str | None:

@@ -144,7 +144,8 @@ def draw(
     each = {intervention.name for intervention in interventions if intervention.each}
     counts = {k.id: position_count(k.coefficients[0]) for k in controllers}
     units = {k.id: unit_count(k) for k in controllers}
-    found = draw_permutations(seed, inputs, [c for c in counts.values() if c is not None], valid)
+    every = [position_count(c) for k in controllers for c in k.coefficients]
+    found = draw_permutations(seed, inputs, [count for count in every if count is not None], valid)
 
     def stream(*words: str) -> np.random.Generator:
         return np.random.default_rng([seed, *(zlib.crc32(word.encode()) for word in words)])

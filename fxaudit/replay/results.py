@@ -89,7 +89,8 @@ class Dependence:
 
     `inert` are controllers whose coefficients were exchanged without any bit of the output moving: what they multiply
     is zero, so nothing can be said about dependence on them. `permutations` are the draws of the first seed, `draws`
-    those of all.
+    those of all. `causal` says whether later positions of an input leave the output of earlier ones alone, None where
+    it has no positions: a shuffle of a causal model's tokens gives earlier positions what later ones computed.
     """
 
     baseline: Baseline
@@ -99,6 +100,7 @@ class Dependence:
     margin: float | None
     inert: tuple[str, ...]
     draws: Mapping[int, Permutations] = field(default_factory=dict)
+    causal: bool | None = None
 
     @property
     def verdict(self) -> str:
@@ -123,6 +125,11 @@ class Dependence:
         if outcomes and outcomes <= {"INERT", "EQUIVALENT"}:
             return "EQUIVALENT"
         return "DEPENDENT" if "DEPENDENT" in outcomes else "INCONCLUSIVE"
+
+    def is_non_causal(self, result: ReplayResult) -> bool:
+        """Whether a row breaks the causality that the model has."""
+        moves = result.intervention in ("shuffle-tokens", "resample")
+        return bool(self.causal) and moves and result.refused is None
 
     def outcome(self, result: ReplayResult) -> str:
         """What one result says by itself: INERT, EQUIVALENT (with a margin), DEPENDENT, INCONCLUSIVE, or REFUSED."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,7 @@ def replay(replayed: IdentityReplay, found: Dependence | None, console: Console)
     _line(console, "baseline", f"{base.metric} {base.mean:.6f} over {len(base.per_input)} inputs{accuracy}")
     for scope in dict.fromkeys(result.scope for result in found.results):
         console.print(Text(f"\n{SCOPES[scope]}", style="bold"))
-        console.print(_effects([r for r in found.results if r.scope == scope], found.outcome))
+        console.print(_effects([r for r in found.results if r.scope == scope], found))
 
 
 SCOPES = {
@@ -180,7 +180,7 @@ SCOPES = {
 }
 
 
-def _effects(results: list[ReplayResult], outcome: Callable[[ReplayResult], str]) -> Table:
+def _effects(results: list[ReplayResult], found: Dependence) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False)
     table.add_column("intervention", no_wrap=True)
     table.add_column("controllers", overflow="fold")
@@ -198,9 +198,11 @@ def _effects(results: list[ReplayResult], outcome: Callable[[ReplayResult], str]
         low_high = result.interval
         interval = "not resolvable" if low_high is None else f"[{low_high[0]:+.4g}, {low_high[1]:+.4g}]"
         p = "" if result.adjusted_p is None else f"{result.adjusted_p:.4f}"
-        said = outcome(result)
+        said = found.outcome(result)
         if said == "INCONCLUSIVE" and result.needed is not None:
             said += f", needs about {result.needed:,} inputs"
+        if found.is_non_causal(result):
+            said += ", non-causal"
         if result.left_out:
             said += f", {result.left_out} inputs left out"
         table.add_row(name, Text(who), f"{result.delta:+.4g}", Text(interval), p, said)

@@ -117,6 +117,7 @@ def dependence(found: Dependence) -> dict[str, Any]:
         "verdict": found.verdict,
         "margin": found.margin,
         "inert": list(found.inert),
+        "causal": found.causal,
         "baseline": {
             "metric": base.metric,
             "output": base.output,
@@ -157,6 +158,7 @@ def _result(result: ReplayResult, found: Dependence) -> dict[str, Any]:
         "accuracy": result.accuracy,
         "changed": result.changed,
         "outcome": found.outcome(result),
+        "non_causal": found.is_non_causal(result),
         "needed": result.needed if found.outcome(result) == "INCONCLUSIVE" else None,
         "refused": result.refused,
         "per_input": list(result.per_input),

@@ -108,6 +108,8 @@ def _dependence(audit: Mapping[str, Any]) -> dict[str, Any]:
         marks = ["partially frozen"] if partly & set(row["controllers"]) else []
         if row["scope"] == "controller" and set(row["controllers"]) <= set(found["inert"]):
             marks.append("inert")
+        if row.get("non_causal") and row["scope"] != "controller":
+            marks.append("non-causal")
         rows.append({**row, "label": name, "marks": marks})
     run = [row for row in rows if row["refused"] is None]
     # One pattern alone is all controllers, and the depths of a cumulative sweep are too many for this page.

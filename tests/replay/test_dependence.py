@@ -443,6 +443,29 @@ def test_an_intervention_named_twice_does_not_double_the_family_of_the_correctio
     assert only.adjusted_p == only.p
 
 
+def test_a_shuffle_of_a_causal_models_tokens_is_told_to_be_non_causal(with_targets):
+    assert with_targets.causal is True
+    marked = {r.label for r in with_targets.results if with_targets.is_non_causal(r)}
+    assert marked == {"shuffle-tokens"}
+
+
+class Mixed(nn.Module):
+    """Every position reads all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated, self.mix = Gated(1.0), nn.Linear(TOKENS, TOKENS)
+
+    def forward(self, x):
+        return self.gated(self.mix(x.transpose(1, 2)).transpose(1, 2))
+
+
+@pytest.mark.parametrize(("module", "causal"), [(Mixed, False), (lambda: Gated(1.0), True)])
+def test_whether_a_model_is_causal_is_seen_from_its_outputs(tmp_path, module, causal):
+    found = measured(tmp_path, frozen_model(seeded(module)), {"x": inputs()}, (Intervention("shuffle-tokens"),))
+    assert found.causal is causal
+
+
 # --- verdicts -------------------------------------------------------------------------------------------------------
 
 

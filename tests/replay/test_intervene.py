@@ -392,6 +392,17 @@ ROUTER = controller(
     coefficient("batch*token k", SIZES, "gate#0/indices", Domain("index"), dtype=torch.int64),
 )
 
+INDICES = coefficient("batch*token k", SIZES, "gate#0/indices", Domain("index"), dtype=torch.int64)
+CHOICE = controller(INDICES)
+CAPACITY = controller(
+    *ROUTER.coefficients,
+    coefficient("batch token expert", {**SIZES, "expert": 4}, "gate#0/mask", Domain("index"), dtype=torch.bool),
+)
+ONE_UNIT = controller(coefficient("batch token feature", {**SIZES, "feature": 1}))
+UNEQUAL = controller(
+    coefficient("batch token feature", SIZES), coefficient("batch token channel", {**SIZES, "channel": 7}, "gate#0/b")
+)
+
 
 @pytest.mark.parametrize(
     "name", ["identity", "reassign", "shuffle-tokens", "neutral", *(f"static:{x}" for x in LEVELS)]
@@ -416,6 +427,50 @@ REFUSED = {
         9,
         "the coefficient has no position axis",
     ),
+    "weights of a choice without them": (
+        Intervention("reassign", part="weights"),
+        CHOICE,
+        9,
+        "the choice has no weights",
+    ),
+    "parts of what is no choice": (
+        Intervention("reassign", part="indices"),
+        GATE,
+        9,
+        "the controller chooses nothing: it has no slots to exchange one by one",
+    ),
+    "parts of a capacity mask": (
+        Intervention("reassign", part="weights"),
+        CAPACITY,
+        9,
+        "a capacity mask belongs to the choice that it was made for",
+    ),
+    "resampled experts": (
+        Intervention("resample"),
+        ROUTER,
+        9,
+        "a choice is made of all scores at once: its slots have no marginals of their own",
+    ),
+    "resampling one value": (
+        Intervention("resample"),
+        POOLED,
+        1,
+        "one value of each unit leaves nothing to draw from",
+    ),
+    "permuted experts of an unknown number": (
+        Intervention("permute-units"),
+        ROUTER,
+        9,
+        "the dense scores, which would tell the number of experts, are not recorded",
+    ),
+    "permuting one unit": (Intervention("permute-units"), ONE_UNIT, 9, "the coefficient has one unit"),
+    "units of unequal number": (
+        Intervention("permute-units"),
+        UNEQUAL,
+        9,
+        "its coefficients differ in their number of positions or units",
+    ),
+    "swapping with nobody": (Intervention("swap-controllers"), GATE, 9, "no other controller has the same shape"),
     "neutral without a value": (Intervention("neutral"), NO_NEUTRAL, 9, "the family has no neutral value"),
     "neutral for a router": (Intervention("neutral"), ROUTER, 9, "the family has no neutral value"),
     **{
