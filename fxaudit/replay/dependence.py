@@ -134,7 +134,7 @@ def measure_dependence(
     baseline = replays.finish_baseline()
     by_row = {id(row): [run for run in runs if run.row is row] for row in wanted}
     results = [
-        _finish(row, by_row[id(row)], replays.baseline.scores, draws, absent, seeds[0], margin)
+        _finish(row, by_row[id(row)], replays.baseline.scores, draws, absent, seeds[0])
         if row.result.refused is None
         else row.result
         for row in rows
@@ -145,7 +145,14 @@ def measure_dependence(
         if r.scope == "controller" and r.feedback == "frozen" and r.label == "reassign" and r.changed is False
     )
     return Dependence(
-        baseline, tuple(_adjusted(results)), draws[seeds[0]], measured, margin, inert, draws, replays.causal
+        baseline,
+        tuple(_adjusted(results, baseline, margin)),
+        draws[seeds[0]],
+        measured,
+        margin,
+        inert,
+        draws,
+        replays.causal,
     )
 
 
@@ -298,7 +305,6 @@ def _finish(
     draws: Mapping[int, Permutations],
     absent: Mapping[str, int],
     seed: int,
-    margin: float | None,
 ) -> ReplayResult:
     own = torch.cat([s.values for s in baseline])
     weights = torch.cat([s.weight for s in baseline])
@@ -334,13 +340,12 @@ def _finish(
         if len(runs) > 1
         else (),
         spread=plain_statistics.stdev(deltas) if len(deltas) > 1 else None,
-        needed=needed_inputs(differences.tolist(), margin),
         absent_positions=absent.get(level) if level is not None else None,
     )
 
 
-def _adjusted(results: list[ReplayResult]) -> list[ReplayResult]:
-    """Results with p-values corrected within each family of tests (Holm).
+def _adjusted(results: list[ReplayResult], baseline: Baseline, margin: float | None) -> list[ReplayResult]:
+    """Results with p-values corrected within each family of tests (Holm), and the inputs that each would need.
 
     One family for each intervention, scope and feedback holds its controllers; one more holds all joint exchanges,
     since the verdict is DEPENDENT as soon as one of them has an effect.
@@ -353,5 +358,9 @@ def _adjusted(results: list[ReplayResult]) -> list[ReplayResult]:
     adjusted = list(results)
     for family in families.values():
         for i, p in zip(family, holm([results[i].p or 0.0 for i in family]), strict=True):
-            adjusted[i] = replace(results[i], adjusted_p=p)
+            pairs = zip(results[i].per_input, baseline.per_input, strict=True)
+            differences = [value - own for value, own in pairs if value is not None]
+            is_divergence = baseline.metric == "kl"
+            needed = needed_inputs(differences, margin, tests=len(family), is_divergence=is_divergence)
+            adjusted[i] = replace(results[i], adjusted_p=p, needed=needed)
     return adjusted

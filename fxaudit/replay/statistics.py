@@ -79,22 +79,28 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def needed_inputs(differences: Sequence[float], margin: float | None = None) -> int | None:
+def needed_inputs(
+    differences: Sequence[float], margin: float | None = None, *, tests: int = 1, is_divergence: bool = False
+) -> int | None:
     """How many inputs would resolve an effect like this one with a power of 80 % at the 5 % level; None when no number
-    would: fewer than two inputs, no spread, or an effect of zero without a margin.
+    would: fewer than two inputs, no spread, no distance, or a divergence without a margin.
 
-    Without a margin, to tell the effect from zero: n = ((z_{1-a/2} + z_power) s / |mean|)^2. With one, the smaller of
-    that and of what shows equivalence, where |mean| is less than the margin: the distance to the nearer bound takes the
-    place of |mean| (Chow, Shao, Wang 2008, chapter 3).
+    n = ((z_{1-a/2m} + z_power) s / d)^2 for one of m tests (Chow, Shao, Wang 2008, chapter 3), and no fewer than let a
+    sign-flip test reach a/m: 2^(1-n) < a/m. The distance d is that of the mean from zero, or with a margin from the
+    margin where that is farther; a divergence is told from the margin only.
     """
     values = np.asarray(differences, dtype=np.float64)
-    if len(values) < 2 or not np.isfinite(values).all():
+    if len(values) < 2 or not np.isfinite(values).all() or (is_divergence and margin is None):
         return None
     mean, spread = float(values.mean()), float(values.std(ddof=1))
-    distances = [abs(mean)] + ([margin - abs(mean)] if margin is not None else [])
+    distances = [] if is_divergence else [abs(mean)]
+    if margin is not None:
+        distances.append(abs(margin - mean) if is_divergence else margin - abs(mean))
     distance = max(distances)
     if spread == 0 or distance <= 0:
         return None
-    z = float(stats.norm.ppf(1 - (1 - CONFIDENCE) / 2) + stats.norm.ppf(POWER))
+    level = (1 - CONFIDENCE) / tests
+    z = float(stats.norm.ppf(1 - level / 2) + stats.norm.ppf(POWER))
     needed = (z * spread / distance) ** 2
-    return max(2, math.ceil(needed)) if needed < 1e15 else None
+    fewest = math.floor(1 - math.log2(level)) + 1
+    return max(fewest, math.ceil(needed)) if needed < 1e15 else None

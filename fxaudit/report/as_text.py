@@ -192,6 +192,8 @@ def _effects(results: list[ReplayResult], found: Dependence) -> Table:
         many = len(result.controllers)
         who = f"all {many}" if result.scope == "joint" else f"{many}" if many > 1 else result.controllers[0]
         name = result.label if result.feedback == "frozen" else f"{result.label}, {result.feedback}"
+        if result.refused is not None and result.feedback != "frozen":
+            continue  # for the reasons of the row itself, or because nothing is left to recompute
         if result.refused is not None:
             table.add_row(name, Text(who), "refused", Text(result.refused), "", "")
             continue
@@ -201,6 +203,8 @@ def _effects(results: list[ReplayResult], found: Dependence) -> Table:
         said = found.outcome(result)
         if said == "INCONCLUSIVE" and result.needed is not None:
             said += f", needs about {result.needed:,} inputs"
+        elif said == "INCONCLUSIVE" and found.baseline.metric == "kl" and found.margin is None:
+            said += ", needs a --margin"
         if found.is_non_causal(result):
             said += ", non-causal"
         if result.left_out:

@@ -80,6 +80,23 @@ def test_the_inputs_that_an_effect_needs_are_those_of_a_z_test_with_a_power_of_8
     assert needed_inputs(sample(-0.1, 2.0)) == math.ceil(7.848880 * 4 / 0.01)
 
 
+def test_one_of_many_tests_needs_more_inputs():
+    # (z(1 - 0.05 / 20) + z(0.8))^2 = (2.807034 + 0.841621)^2
+    assert needed_inputs(sample(0.5, 1.0), tests=10) == math.ceil((2.807034 + 0.841621) ** 2 / 0.25)
+
+
+@pytest.mark.parametrize(("tests", "fewest"), [(1, 6), (2, 7), (8, 9)])
+def test_a_large_effect_still_needs_enough_signs_to_flip(tests, fewest):
+    # The least p-value of n inputs is 2^(1 - n); it must be below 0.05 / tests.
+    assert 2.0 ** (1 - fewest) < 0.05 / tests <= 2.0 ** (2 - fewest)
+    assert needed_inputs(sample(50.0, 1.0), tests=tests) == fewest
+
+
+def test_a_divergence_is_told_from_the_margin_only():
+    assert needed_inputs(sample(0.5, 1.0), is_divergence=True) is None
+    assert needed_inputs(sample(0.5, 1.0), 0.3, is_divergence=True) == math.ceil(7.848880 / 0.04)
+
+
 def test_with_a_margin_equivalence_may_need_fewer_inputs():
     assert needed_inputs(sample(0.01, 1.0), 0.21) == math.ceil(7.848880 / 0.04)
 
