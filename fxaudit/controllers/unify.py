@@ -418,7 +418,7 @@ class Unifier:
             yield bindings
             return
         for name in self.plan.absent.intersection(pending):  # no search would find it
-            if not (self._mentions_optional(name) or self._speaks_of_another_alternative(name, bindings)):
+            if not (self._may_lack(name) or self._speaks_of_another_alternative(name, bindings)):
                 line = self.equations[name].line
                 self.fail(bindings, self.anchor, line, "nothing in the graph is `{}`", name)
                 return
@@ -441,12 +441,16 @@ class Unifier:
                     found = True
                     if name != "coefficient" or self.admits(self, extended):
                         yield from self._forward(extended, self._open(rest, name, extended))
-        if not found and (name in self.pattern.intervene.optional or self._mentions_optional(name)):
+        if not found and self._may_lack(name):
             yield from self._forward(bindings, rest)
         elif not found:
             self.fail(
                 bindings, mentioned[0] if mentioned else self.anchor, term.line, "nothing in the graph is `{}`", name
             )
+
+    def _may_lack(self, name: str) -> bool:
+        """Whether an equation may hold nowhere: it is an optional capture's own, or mentions one."""
+        return name in self.pattern.intervene.optional or self._mentions_optional(name)
 
     def _mentions_optional(self, name: str) -> bool:
         return not self.plan.mentions[name].isdisjoint(self.pattern.intervene.optional)
