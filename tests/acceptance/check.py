@@ -18,6 +18,7 @@ from fxaudit.model.inputs import as_arguments, resampled
 from fxaudit.model.load import subject
 from fxaudit.model.settings import exact_numerics, traceable
 from fxaudit.stages import Matched
+from tests.acceptance.discovery import Discovered, discovered
 from tests.acceptance.row import Row, census
 from tests.third_party import Inputs
 
@@ -31,6 +32,7 @@ class Outcome:
     row frozen, on example inputs: whether its output with its own coefficients is the eager model's, bit for bit (or,
     where the trace itself is not, as close as the trace); by how much the output moves when one family gets another
     input's coefficients; controllers whose cone is empty; and parameters of cones that the frozen graph still holds.
+    `discovered` is what `discover` finds without any pattern; it is judged over all rows, not row by row.
     """
 
     row: Row
@@ -45,6 +47,7 @@ class Outcome:
     moved: Mapping[str, float] = field(default_factory=dict)
     empty_cones: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
+    discovered: Discovered | None = None
 
     @property
     def failures(self) -> list[str]:
@@ -104,6 +107,7 @@ def check(row: Row) -> Outcome:
         counts=_positive(default.counts),
         other=_positive(enabled.other),
         missing=tuple(name for name in row.expected if name not in known),
+        discovered=discovered(traced, patterns),
         **frozen,
     )
 

@@ -5,12 +5,14 @@ Each row runs in a process of a small pool, so that memory is given back. Exit s
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -21,9 +23,12 @@ from tests.acceptance.show import chosen
 
 PROCESSES = 2
 ROWS_OF_A_PROCESS = 8
+# Discover finds at least this share of all controllers, and of its sites at most this share is none.
+LEAST_FOUND = 0.95
+MOST_FALSE = 0.2
 
 
-def run(index: int) -> dict[str, object]:
+def run(index: int) -> dict[str, Any]:
     """What `check` finds in one row, as plain data."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -41,6 +46,7 @@ def run(index: int) -> dict[str, object]:
         "outcome": "; ".join(outcome.failures) or "as expected",
         "moved": {name: float(f"{change:.3g}") for name, change in outcome.moved.items()},
         "seconds": round(outcome.seconds),
+        "discovered": None if outcome.discovered is None else dataclasses.asdict(outcome.discovered),
     }
 
 
@@ -64,7 +70,22 @@ def main(output: Path | None, words: tuple[str, ...]) -> None:
         output.write_text("".join(json.dumps(result) + "\n" for result in results), encoding="utf-8")
     wrong = sum(result["outcome"] != "as expected" for result in results)
     print(f"{len(results)} rows, {len(results) - wrong} as expected")
-    sys.exit(1 if wrong else 0)
+    sys.exit(1 if _discovery(results) or wrong else 0)
+
+
+def _discovery(results: Sequence[Mapping[str, Any]]) -> bool:
+    """Prints what `discover` found without the library; whether that is less than it has to be."""
+    found = [result["discovered"] for result in results if result.get("discovered")]
+    controllers = sum(one["controllers"] for one in found)
+    missed = sum(len(one["missed"]) for one in found)
+    false = sum(len(one["false"]) for one in found)
+    print(f"discover finds {controllers - missed} of {controllers} controllers, and {false} sites that are none")
+    for result in results:
+        one = result.get("discovered") or {}
+        for word in ("missed", "false"):
+            if one.get(word):
+                print(f"  {result['row']}: {word} {', '.join(one[word][:4])}{' ...' if len(one[word]) > 4 else ''}")
+    return missed > (1 - LEAST_FOUND) * controllers or false > MOST_FALSE * (false + controllers - missed)
 
 
 if __name__ == "__main__":
