@@ -6,7 +6,8 @@ named; `trust_pickle` and `trust_remote_code` let a file or a repository bring i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,15 @@ class Subject:
     """The model under audit.
 
     `arguments` are the example inputs (positional, keyword); their first axis is the input axis where they share one.
-    `tokenizer` is the directory of the model's own tokenizer, for data given as text.
+    `tokenizer` is the directory of the model's own tokenizer, for data given as text. `loading` holds the options of
+    `load` that were given, by name, as text: what was loaded depends on them.
     """
 
     source: str
     module: nn.Module
     arguments: Arguments
     tokenizer: Path | None = None
+    loading: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def parameter_count(self) -> int:
@@ -114,6 +117,19 @@ def load(
         LoadError: with what the name was taken for, and what would work.
         UsageError: an option without a meaning for this model.
     """
+    given = {
+        "weights": weights,
+        "random_init": random_init,
+        "seed": seed,
+        "inputs": inputs if isinstance(inputs, str | Path | None) else "in memory",
+        "window": window,
+        "prepare": prepare,
+        "dtype": dtype,
+        "device": device,
+        "trust_pickle": trust_pickle,
+        "trust_remote_code": trust_remote_code,
+    }
+    loading = {name: str(value) for name, value in given.items() if value is not None and value is not False}
     placement = Placement(parse_dtype(dtype), parse_device(device))
     if weights is not None and placement.is_meta:
         raise UsageError(
@@ -140,7 +156,7 @@ def load(
         made = subject(module, inputs, source=model, seed=seed, widen=not built.is_exported)
     if window is not None:
         made = replace(made, arguments=with_window(made.arguments, window, seed))
-    return replace(made, arguments=_placed(made, placement), tokenizer=built.tokenizer)
+    return replace(made, arguments=_placed(made, placement), tokenizer=built.tokenizer, loading=loading)
 
 
 def subject(module: nn.Module, inputs: Any, *, source: str = "", seed: int = 0, widen: bool = True) -> Subject:

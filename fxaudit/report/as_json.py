@@ -27,7 +27,12 @@ NEAR_MISSES = 3
 
 
 def provenance(traced: TracedModel) -> dict[str, Any]:
-    return {"fxaudit": __version__, "settings": traced.settings, "environment": environment()}
+    return {
+        "fxaudit": __version__,
+        "loading": dict(traced.subject.loading),
+        "settings": traced.settings,
+        "environment": environment(),
+    }
 
 
 def trace(report: TraceReport) -> dict[str, Any]:

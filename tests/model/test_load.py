@@ -408,3 +408,8 @@ def test_a_window_for_a_model_without_tokens_has_no_meaning(file):
     with pytest.raises(UsageError) as caught:
         load(f"{file}:build", window=3)
     assert is_complete(caught.value)
+
+
+def test_the_options_that_a_model_was_loaded_with_are_kept() -> None:
+    loaded = load("torchvision:resnet18", random_init=True, dtype="float64", seed=3)
+    assert loaded.loading == {"random_init": "True", "seed": "3", "dtype": "float64"}
