@@ -424,7 +424,15 @@ class Unifier:
                 return
         known = {name for name, node in bindings.items() if isinstance(node, Node)}
         # What the pattern binds before conditions, which hold in many ways; of these, what mentions a known node first.
-        name = min(pending, key=lambda n: (n not in self._needed, not self.plan.mentions[n] & known))
+        # What mentions no known node even by way of others is found with what mentions it.
+        name = min(
+            pending,
+            key=lambda n: (
+                not self._mentioned_by(n) & known,
+                n not in self._needed,
+                not self.plan.mentions[n] & known,
+            ),
+        )
         rest = [other for other in pending if other != name]
         if self._speaks_of_another_alternative(name, bindings):
             yield from self._forward(bindings, rest)
