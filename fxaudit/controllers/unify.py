@@ -19,7 +19,7 @@ from fxaudit import axes, ops
 from fxaudit.controllers.anchors import Plan
 from fxaudit.controllers.anchors import plan as make_plan
 from fxaudit.controllers.graphs import Dataflow
-from fxaudit.controllers.language import Anything, Chain, Either, Fold, Item, Literal, Name, Op, Region, Term
+from fxaudit.controllers.language import Anything, Chain, Either, Fold, Item, Literal, Name, Op, Region, Term, children
 from fxaudit.controllers.pattern import Pattern
 from fxaudit.errors import PatternError
 
@@ -441,7 +441,10 @@ class Unifier:
         names = (self.plan.mentions[name] & known) or (self._mentioned_by(name) & known)
         mentioned = sorted({bindings[n] for n in names}, key=self.dataflow.order.__getitem__)
         found = False
-        for candidates in (mentioned, self._downstream(mentioned, self.plan.roots[term])):
+        for candidates in (
+            mentioned,
+            self._downstream(mentioned, self.plan.roots[term], self._between(term, names) or frozenset()),
+        ):
             if found:  # it is another name of a node that it mentions
                 break
             for candidate in candidates:
@@ -470,17 +473,42 @@ class Unifier:
         absent = self._mentioned_by("apply").difference(bindings, self.pattern.intervene.optional)
         return not absent.isdisjoint(self._mentioned_by(name, bindings))
 
-    def _downstream(self, known: Sequence[Node], kinds: frozenset[str] | None) -> Iterator[Node]:
-        """Nodes that are computed from those that are known and are of one of `kinds`, the nearest first."""
+    def _between(self, term: Term, names: Container[str], is_root: bool = True) -> frozenset[str] | None:
+        """The kinds of node that may stand between the root of a term and the nodes of `names`; None without any."""
+        match term:
+            case Name(name=name) if name in names:
+                return frozenset()
+            case Name(name=name) if name in self.equations:
+                return self._between(self.equations[name], names, is_root)
+        found = [kinds for inner in children(term) if (kinds := self._between(inner, names, False)) is not None]
+        if isinstance(term, Either):  # its options may be roots of their own
+            options = [self._between(option, names, is_root) for option in term.options]
+            found = [kinds for kinds in options if kinds is not None]
+        if not found:
+            return None
+        own: tuple[str, ...] = ()
+        match term:
+            case Chain() | Region() | Fold():
+                own = term.names
+            case Op() if not is_root:
+                own = term.names
+            case Item() if not is_root:
+                own = ("getitem",)
+        return frozenset(own).union(*found)
+
+    def _downstream(
+        self, known: Sequence[Node], kinds: frozenset[str] | None, between: frozenset[str]
+    ) -> Iterator[Node]:
+        """Nodes of one of `kinds` that read those that are known, directly or past `between`, the nearest first."""
         seen, queue = set(known), deque(known)
         while queue and len(seen) <= FORWARD_REACH + len(known):
             for user in queue.popleft().users:
                 if user not in seen:
                     seen.add(user)
-                    queue.append(user)
-                    if user.op == "call_function" and (
-                        kinds is None or not kinds.isdisjoint(self.dataflow.kinds(user))
-                    ):
+                    own = self.dataflow.kinds(user)
+                    if not between.isdisjoint(own) or ops.is_norm_of_several_outputs(user):
+                        queue.append(user)
+                    if user.op == "call_function" and (kinds is None or not kinds.isdisjoint(own)):
                         yield user
 
 
