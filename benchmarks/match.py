@@ -29,7 +29,7 @@ from fxaudit.controllers.match import find_matches
 from fxaudit.controllers.pattern import load_pattern, load_patterns
 from tests.controllers.generated import transformer
 
-LAYERS = (18, 180, 540, 1750)
+LAYERS = (18, 180, 540, 2000)
 PEERS_UP_TO = 540
 GATE = """
 schema  = 1

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from fxaudit import ops
 from fxaudit.controllers.graphs import Dataflow
-from fxaudit.controllers.language import Chain, Either, Fold, Item, Name, Op, Term, names_in, walk
+from fxaudit.controllers.language import Chain, Either, Fold, Item, Name, Op, Region, Term, names_in, walk
 from fxaudit.controllers.pattern import Pattern
 
 # How many times rarer than the apply op something must be for the way from it to the apply site to be worth a walk.
@@ -30,6 +30,12 @@ class Plan:
     `missing` are the op names of which none occurs although one must, None where the pattern may match. `roots` are the
     kinds that a term's node may have (None: any), `options` the alternatives of each `Either` that may match.
     `mentions` are the names in each equation, `absent` the equations that hold nowhere in the graph.
+
+    The rest is what the pattern alone says. `behind` are a name and all that its equation mentions, through other
+    equations, too; `needed` is what is bound or recorded, `optional` are the optional captures that an equation
+    mentions. `closures_last` are an op's operands and their places, closures behind the rest, so that a region stops at
+    captures which a cheaper operand has bound. `filtered` are the chains at whose ends the kind of a node says all that
+    unification would say about one that does not fit.
     """
 
     missing: tuple[str, ...] | None
@@ -38,6 +44,11 @@ class Plan:
     anchors: tuple[Node, ...]
     mentions: Mapping[str, frozenset[str]]
     absent: frozenset[str]
+    behind: Mapping[str, frozenset[str]]
+    needed: frozenset[str]
+    optional: frozenset[str]
+    closures_last: Mapping[Term, tuple[tuple[Term, ...], tuple[int, ...]]]
+    filtered: frozenset[Term]
 
 
 def plan(pattern: Pattern, dataflow: Dataflow, *, thorough: bool = False) -> Plan:
@@ -53,12 +64,53 @@ def plan(pattern: Pattern, dataflow: Dataflow, *, thorough: bool = False) -> Pla
     }
     roots = {term: _roots(term, pattern.equations, options) for term in every}
     mentions = {name: frozenset(names_in(term)) for name, term in pattern.equations.items()}
+    named = frozenset(mentions).union(*mentions.values())
     absent = frozenset(name for name, term in pattern.equations.items() if _missing(term, pattern, dataflow))
+    anchors: Collection[Node] = ()
     if thorough:
-        at = sorted(_nodes_of(roots[pattern.equations["apply"]], dataflow), key=dataflow.order.__getitem__)
-        return Plan(None if at else missing, roots, options, tuple(at), mentions, absent)
-    anchors = () if missing else _anchors(pattern, dataflow, roots, options)
-    return Plan(missing, roots, options, anchors, mentions, absent)
+        anchors = sorted(_nodes_of(roots[pattern.equations["apply"]], dataflow), key=dataflow.order.__getitem__)
+        missing = None if anchors else missing
+    elif not missing:
+        anchors = _anchors(pattern, dataflow, roots, options)
+    return Plan(
+        missing,
+        roots,
+        options,
+        tuple(anchors),
+        mentions,
+        absent,
+        behind={name: _behind(name, mentions) for name in named},
+        needed=frozenset((*pattern.bound, *pattern.intervene.taps.values())),
+        optional=frozenset().union(*mentions.values()).intersection(pattern.intervene.optional),
+        closures_last={term: _closures_last(term) for term in every if isinstance(term, Op)},
+        filtered=frozenset(t for t in every if isinstance(t, Chain) and _is_told_by_kind(t.source, pattern.equations)),
+    )
+
+
+def _behind(name: str, mentions: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    names, queue = {name}, [name]
+    while queue:
+        new = mentions.get(queue.pop(), frozenset()) - names
+        names |= new
+        queue.extend(new)
+    return frozenset(names)
+
+
+def _closures_last(term: Op) -> tuple[tuple[Term, ...], tuple[int, ...]]:
+    places = sorted(
+        range(len(term.operands)), key=lambda place: isinstance(term.operands[place], Chain | Region | Fold)
+    )
+    return tuple(term.operands[place] for place in places), tuple(places)
+
+
+def _is_told_by_kind(term: Term, equations: Mapping[str, Term]) -> bool:
+    """Whether a node of another kind is refused in one way: of alternatives, each has its own."""
+    match term:
+        case Name(name=name) if name in equations:
+            return _is_told_by_kind(equations[name], equations)
+        case Chain(least=0, source=source):
+            return _is_told_by_kind(source, equations)
+    return isinstance(term, Op | Item | Fold | Chain)
 
 
 def _missing(term: Term, pattern: Pattern, dataflow: Dataflow) -> tuple[str, ...] | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import networkx
@@ -16,6 +17,15 @@ from torch.fx import GraphModule, Node
 from fxaudit import ops
 
 _LOOK_UPS = frozenset(["embedding", "index", "index_select", "gather"])
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """A walk back along a chain: where it may end, the farthest first, and the first node that ends it too early."""
+
+    ends: tuple[Node, ...]
+    broken: Node | None
+    steps: int
 
 
 class Dataflow:
@@ -33,6 +43,9 @@ class Dataflow:
         self._from_parameter: set[Node] = set()
         self._operands: dict[Node, list[Node]] = {}
         self._data: dict[Node, list[Node]] = {}
+        self._written: dict[Node, Sequence[Any]] = {}
+        self._factors: dict[Node, Any] = {}
+        self._walks: dict[tuple[tuple[str, ...], int, int], dict[Node, Walk]] = {}
         self._content: set[Node] | None = None
         self._live: set[Node] | None = None
         for node in self.nodes:
@@ -101,6 +114,57 @@ class Dataflow:
         if node not in self._data:
             self._data[node] = [n for n in self._operands[node] if n.op != "get_attr" and not self.is_learned_static(n)]
         return self._data[node]
+
+    def written_operands(self, node: Node) -> Sequence[Any]:
+        """The operands that a pattern sees: of arithmetic both sides, numbers and parameters too; else data only.
+
+        Of an einsum parameters, too: which side is learned depends on the model, not on the contraction.
+        """
+        found = self._written.get(node)
+        if found is None:
+            name = self._names[node]
+            if name in ops.ARITHMETIC:
+                found = ops.arithmetic_operands(node)
+            else:
+                found = self._operands[node] if name == "einsum" else self.data_operands(node)
+            self._written[node] = found
+        return found
+
+    def factor(self, node: Node) -> Any:
+        """The ``alpha`` of an op that scales an operand by it, 1 of all others."""
+        if node not in self._factors:
+            self._factors[node] = ops.attributes(node).get("alpha", 1)
+        return self._factors[node]
+
+    def walk(self, node: Node, names: tuple[str, ...], least: int, most: int, limit: int) -> Walk:
+        """Back from `node` along data through `least` to `most` nodes of the kinds `names`; given up at `limit` steps.
+
+        A node that is reached by ways of several lengths is an end of each of them.
+        """
+        known = self._walks.setdefault((names, least, most), {})
+        if node not in known:
+            known[node] = self._walk(node, names, least, most, limit)
+        return known[node]
+
+    def _walk(self, node: Node, names: tuple[str, ...], least: int, most: int, limit: int) -> Walk:
+        seen: set[Node] = set()
+        ends: list[tuple[int, Node]] = []
+        broken: Node | None = None
+        steps = 0
+        queue = deque([(node, 0)])
+        while queue and steps <= limit:
+            steps += 1
+            current, depth = queue.popleft()
+            if depth >= least:
+                ends.append((depth, current))
+            if not self._kinds[current].isdisjoint(names):
+                if depth < most and current not in seen:
+                    seen.add(current)
+                    queue.extend((source, depth + 1) for source in self.data_operands(current))
+            elif depth < least and broken is None:
+                broken = current
+        ends.sort(key=lambda end: -end[0])
+        return Walk(tuple(end for _, end in ends), broken, steps)
 
     def is_dynamic(self, node: Node) -> bool:
         return node in self.dynamic

@@ -20,7 +20,7 @@ from fxaudit.controllers.anchors import plan
 from fxaudit.controllers.graphs import Dataflow, exclusive_cone
 from fxaudit.controllers.language import Name, Op, Term
 from fxaudit.controllers.pattern import Pattern
-from fxaudit.controllers.unify import BUDGET, OVERS, Bindings, Failure, Unifier, describe
+from fxaudit.controllers.unify import BUDGET, OVERS, Bindings, Unifier, describe
 from fxaudit.errors import PatternError
 
 # Near misses that are kept of one pattern, the best ones.
@@ -30,6 +30,7 @@ NEAR_MISSES = 100
 GRAPH_BUDGET = 50
 
 AxisNames = tuple[tuple[str, ...], ...]
+_Fitted = tuple[dict[str, Size], dict[str, AxisNames]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +125,31 @@ def find_matches(
         reason = f"no `{' | '.join(chosen.missing)}` in the graph"
         return MatchResult(pattern, (), (NearMiss(pattern, None, None, reason, 0, (), (0, 0)),), 0)
 
-    def admits(unifier: Unifier, bindings: Bindings) -> bool:
-        return _is_admitted(unifier, bindings, sample)
+    admitted: tuple[Bindings, _Fitted, Node] | None = None
 
+    def admits(unifier: Unifier, bindings: Bindings) -> bool:
+        # Asked before conditions are sought elsewhere in the graph, which in a long scan hold in many ways.
+        nonlocal admitted
+        admitted = None
+        fitted = _fit_shapes(unifier, bindings, known)
+        if fitted is not None and (applied := _applied_controller(unifier, bindings, fitted[1])) is not None:
+            admitted = bindings, fitted, applied
+        return admitted is not None
+
+    def verdict(unifier: Unifier, bindings: Bindings) -> Match | None:
+        if admitted is not None and admitted[0] is bindings:  # no condition was sought
+            return _verdict(unifier, bindings, *admitted[1:])
+        fitted = _fit_shapes(unifier, bindings, known)
+        return None if fitted is None else _verdict(unifier, bindings, fitted, None)
+
+    known: dict[str, Size] = {} if sample is None else {pattern.sample_axis: sample}
     matches: list[Match] = []
-    failures: list[tuple[Node, Failure]] = []
+    # A heap of the best near misses, of equals those found first; the others are forgotten at once.
+    best: list[tuple[tuple[int, int], int, Unifier]] = []
     visits = 0
-    for anchor in chosen.anchors if anchors is None else anchors:
+    for place, anchor in enumerate(chosen.anchors if anchors is None else anchors):
         unifier = Unifier(pattern, dataflow, anchor, chosen, admits)
-        found = next(filter(None, (_verdict(unifier, reading, sample) for reading in unifier.readings())), None)
+        found = next(filter(None, (verdict(unifier, reading) for reading in unifier.readings())), None)
         visits += unifier.visits
         if visits > BUDGET + GRAPH_BUDGET * len(dataflow.nodes):
             raise PatternError(
@@ -144,12 +161,13 @@ def find_matches(
             )
         if found is not None:
             matches.append(found)
-        elif unifier.failure is not None:
-            failures.append((anchor, unifier.failure))
-    best = heapq.nlargest(NEAR_MISSES, failures, key=lambda pair: pair[1].progress)
+        elif unifier.progress is not None:
+            keep = heapq.heappush if len(best) < NEAR_MISSES else heapq.heappushpop
+            keep(best, (unifier.progress, -place, unifier))
     near = [
-        NearMiss(pattern, anchor, f.node, f.reason, f.line, f.bound, f.progress, f.template, f.nodes, f.about)
-        for anchor, f in best
+        NearMiss(pattern, u.anchor, f.node, f.reason, f.line, f.bound, f.progress, f.template, f.nodes, f.about)
+        for *_, u in sorted(best, key=lambda entry: entry[:2], reverse=True)
+        if (f := u.failure) is not None
     ]
     return MatchResult(pattern, tuple(matches), tuple(near), visits)
 
@@ -157,12 +175,12 @@ def find_matches(
 # --- shapes, predicates, structure ----------------------------------------------------------------------------------
 
 
-def _verdict(unifier: Unifier, bindings: Bindings, sample: Size | None) -> Match | None:
-    """The match behind one reading, or None with the failure noted: shapes, `over`, `where`, `exclude`, structure."""
+def _verdict(unifier: Unifier, bindings: Bindings, fitted: _Fitted, applied: Node | None) -> Match | None:
+    """The match behind one reading, or None with the failure noted: `over`, `where`, `exclude`, structure.
+
+    `applied` is given where the structure has been tested.
+    """
     pattern, dataflow = unifier.pattern, unifier.dataflow
-    fitted = _fit_shapes(unifier, bindings, {} if sample is None else {pattern.sample_axis: sample})
-    if fitted is None:
-        return None
     sizes, layouts = fitted
     for term, node in bindings.get(OVERS, ()):
         reason = _over_refusal(term, node, layouts)
@@ -180,22 +198,13 @@ def _verdict(unifier: Unifier, bindings: Bindings, sample: Size | None) -> Match
         if name in bindings and _excludes(unifier, name, term, bindings, layouts):
             unifier.fail(bindings, bindings[name], 0, "excluded: `{}`", text, depth=1, about=("exclude", text))
             return None
-    applied = _applied_controller(unifier, bindings, layouts)
+    applied = applied or _applied_controller(unifier, bindings, layouts)
     if applied is None:
         return None
     bound_names = _bound_names([name for name in pattern.bound if name in bindings], bindings)
     return Match(
         pattern, {k: v for k, v in bindings.items() if not k.startswith("#")}, sizes, layouts, bound_names, applied
     )
-
-
-def _is_admitted(unifier: Unifier, bindings: Bindings, sample: Size | None) -> bool:
-    """Whether the shapes and the structure of what is bound so far allow a match.
-
-    Asked before conditions are sought elsewhere in the graph, which in a long scan hold in many ways.
-    """
-    fitted = _fit_shapes(unifier, bindings, {} if sample is None else {unifier.pattern.sample_axis: sample})
-    return fitted is not None and _applied_controller(unifier, bindings, fitted[1]) is not None
 
 
 def _applied_controller(unifier: Unifier, bindings: Bindings, layouts: Mapping[str, AxisNames]) -> Node | None:
@@ -243,9 +252,7 @@ def _excludes(unifier: Unifier, name: str, term: Term, bindings: Bindings, layou
     )
 
 
-def _fit_shapes(
-    unifier: Unifier, bindings: Bindings, sizes: dict[str, Size]
-) -> tuple[dict[str, Size], dict[str, AxisNames]] | None:
+def _fit_shapes(unifier: Unifier, bindings: Bindings, sizes: dict[str, Size]) -> _Fitted | None:
     """Axis sizes and axis names of all captures that have a [shape].
 
     Alternatives are tried in order, and the first combination in which all shapes agree wins.
@@ -268,7 +275,7 @@ def _fit_rest(
     sizes: dict[str, Size],
     rest: tuple[Size, ...] | None,
     layouts: dict[str, AxisNames],
-) -> tuple[dict[str, Size], dict[str, AxisNames]] | None:
+) -> _Fitted | None:
     if not tensors:
         return sizes, layouts
     (name, node), *others = tensors

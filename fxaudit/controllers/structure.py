@@ -21,7 +21,7 @@ discrete) is `is_discrete`; T10: v may be a parameter.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch.fx import Node
 
@@ -29,6 +29,7 @@ from fxaudit import ops
 from fxaudit.controllers.graphs import Dataflow
 
 _CARRIERS = ("layout", "gather")
+_PLAIN = ("layout", "pointwise")
 _CARRIER_STEPS = 12
 _SQUASHES = frozenset("sigmoid hardsigmoid tanh softmax softplus log_sigmoid log_sigmoid_forward log_softmax".split())
 # What bounds its result, or is bounded on the way into a scan, as a decay under `exp` is; clamps are hard sigmoids
@@ -61,17 +62,17 @@ def refusal(
         positions: the dimensions of the coefficient that are positions.
     """
     values = value_operands(dataflow, coefficient, apply)
-    head = _head(dataflow, coefficient)
-    for test, reason in (
-        ("T6", _not_a_number(dataflow, coefficient, selects)),
-        ("T1", _not_dynamic(dataflow, coefficient)),
-        ("T2", _not_learned(dataflow, coefficient, values)),
-        ("T3", _a_norm(dataflow, coefficient, head)),
-        ("T4", _a_wide_factor(dataflow, coefficient, apply, values, head)),
-        ("T5", _attention(dataflow, coefficient, positions)),
-        ("T7", _an_output_head(dataflow, apply, values)),
-    ):
-        if reason is not None and test not in waives:
+    tests: tuple[tuple[str, Callable[[], str | None]], ...] = (
+        ("T6", lambda: _not_a_number(dataflow, coefficient, selects)),
+        ("T1", lambda: _not_dynamic(dataflow, coefficient)),
+        ("T2", lambda: _not_learned(dataflow, coefficient, values)),
+        ("T3", lambda: _a_norm(dataflow, coefficient)),
+        ("T4", lambda: _a_wide_factor(dataflow, coefficient, apply, values)),
+        ("T5", lambda: _attention(dataflow, coefficient, positions)),
+        ("T7", lambda: _an_output_head(dataflow, apply, values)),
+    )
+    for test, reason_of in tests:
+        if test not in waives and (reason := reason_of()) is not None:
             return f"{reason} ({test})"
     return None
 
@@ -97,12 +98,17 @@ def _is_mask(dataflow: Dataflow, node: Node) -> bool:
         if dataflow.name(current) in _COMPARISONS:
             found = True
             continue
-        if current.op != "call_function" or not any(ops.in_class(current, c) for c in ("layout", "pointwise")):
+        if current.op != "call_function" or not _is_plain(dataflow, current):
             return False
         new = [s for s in dataflow.operands(current) if dataflow.is_dynamic(s) and s not in seen]
         seen.update(new)
         pending.extend(new)
     return found
+
+
+def _is_plain(dataflow: Dataflow, node: Node) -> bool:
+    """Whether a node is a layout or an elementwise op."""
+    return not dataflow.kinds(node).isdisjoint(_PLAIN)
 
 
 def _not_dynamic(dataflow: Dataflow, coefficient: Node) -> str | None:
@@ -134,7 +140,7 @@ def _head(dataflow: Dataflow, coefficient: Node) -> list[Node]:
     return [n for n in found if n.op == "call_function" and dataflow.is_dynamic(n) and not dataflow.is_learned_op(n)]
 
 
-def _a_norm(dataflow: Dataflow, coefficient: Node, head: list[Node]) -> str | None:
+def _a_norm(dataflow: Dataflow, coefficient: Node) -> str | None:
     """A statistic is a reduction, or elementwise arithmetic on reductions; a norm is an inverse or a ratio of them."""
     inverse = False
     pending, seen = [coefficient], {coefficient}
@@ -145,7 +151,7 @@ def _a_norm(dataflow: Dataflow, coefficient: Node, head: list[Node]) -> str | No
             continue
         if name in _SQUASHES or node.op != "call_function" or dataflow.is_learned_op(node):
             return None
-        if not any(ops.in_class(node, c) for c in ("layout", "pointwise")):
+        if not _is_plain(dataflow, node):
             return None
         inverse = inverse or name in _INVERSES or (name == "pow" and _is_negative(node))
         new = [s for s in dataflow.operands(node) if dataflow.is_dynamic(s) and s not in seen]
@@ -166,9 +172,7 @@ def _is_negative(node: Node) -> bool:
     return isinstance(exponent, int | float) and exponent < 0
 
 
-def _a_wide_factor(
-    dataflow: Dataflow, coefficient: Node, apply: Node, values: list[Node], head: list[Node]
-) -> str | None:
+def _a_wide_factor(dataflow: Dataflow, coefficient: Node, apply: Node, values: list[Node]) -> str | None:
     if dataflow.name(apply) not in _ELEMENTWISE or not values:
         return None
     carried = [node for node in dataflow.operands(apply) if node not in values]
@@ -181,7 +185,7 @@ def _a_wide_factor(
         return None
     if not any(map(dataflow.is_dynamic, values)):
         return "`coefficient` is the data, scaled by a constant"
-    if any(dataflow.name(n) in _BOUNDED for n in (*head, *way)):
+    if any(dataflow.name(n) in _BOUNDED for n in (*_head(dataflow, coefficient), *way)):
         return None
     return "`coefficient` is as wide as the value and unbounded: half of a GLU"
 
@@ -231,7 +235,7 @@ def _through_arithmetic(dataflow: Dataflow, start: Node) -> Iterator[Node]:
     while queue:
         node = queue.popleft()
         yield node
-        passes = any(ops.in_class(node, c) for c in ("layout", "pointwise")) or dataflow.name(node) == "masked_fill"
+        passes = _is_plain(dataflow, node) or dataflow.name(node) == "masked_fill"
         if node is start or (passes and not dataflow.is_learned_op(node)):
             new = [s for s in dataflow.operands(node) if dataflow.is_dynamic(s) and s not in seen]
             seen.update(new)
@@ -240,7 +244,7 @@ def _through_arithmetic(dataflow: Dataflow, start: Node) -> Iterator[Node]:
 
 def _is_product(dataflow: Dataflow, node: Node) -> bool:
     """Whether a node contracts two data operands, as queries with keys."""
-    is_matmul = ops.in_class(node, "matmul") or dataflow.name(node) == "baddbmm"
+    is_matmul = dataflow.is_a(node, "matmul") or dataflow.name(node) == "baddbmm"
     return is_matmul and sum(map(dataflow.is_dynamic, dataflow.operands(node))) >= 2
 
 
@@ -339,7 +343,7 @@ def carries(dataflow: Dataflow, node: Node, coefficient: Node) -> bool:
     for _ in range(_CARRIER_STEPS):
         if node is coefficient:
             return True
-        if not any(dataflow.is_a(node, name) for name in _CARRIERS):
+        if dataflow.kinds(node).isdisjoint(_CARRIERS):
             return False
         sources = [source for source in dataflow.operands(node) if dataflow.depends(source, coefficient)]
         if len(sources) != 1:

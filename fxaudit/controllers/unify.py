@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ DEPTH = "#depth"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Where unification stopped: the template is filled only when somebody reads it, since most failures are discarded.
+    """Where unification stopped: the template is filled only when somebody reads it, since most failures are not read.
 
     `line` is the line of the match block, 0 when a shape, a predicate or a structural test failed. `about` says which
     part of the pattern, for whoever wants to edit it: ``("op", term)``, ``("attribute", term, key, found)``, ``("over",
@@ -84,7 +84,18 @@ class Unifier:
         self.plan = plan or make_plan(pattern, dataflow)
         self.visits = 0
         self.steps = 0
-        self.failure: Failure | None = None
+        # How far the deepest failure got, None before the first one, and what `Failure` is made of.
+        self.progress: tuple[int, int] | None = None
+        self._deepest: tuple[Node | None, int, str, tuple[Any, ...], Bindings, tuple[Any, ...] | None]
+
+    @property
+    def failure(self) -> Failure | None:
+        """The deepest failure so far, the first of those that are equally deep."""
+        if self.progress is None:
+            return None
+        node, line, template, values, bindings, about = self._deepest
+        nodes = {name: bound for name, bound in bindings.items() if not name.startswith("#")}
+        return Failure(self.progress, node, line, template, values, nodes, about)
 
     def readings(self) -> Iterator[Bindings]:
         """Every way to read the anchor as `apply` such that all equations that the pattern needs hold."""
@@ -111,9 +122,8 @@ class Unifier:
         """Keep this failure if it is deeper than the deepest so far; `depth` counts tests passed after unification."""
         names = len(bindings) - (DEPTH in bindings) - (OVERS in bindings)
         progress = (names + depth, bindings.get(DEPTH, 0))
-        if self.failure is None or progress > self.failure.progress:
-            nodes = {name: bound for name, bound in bindings.items() if not name.startswith("#")}
-            self.failure = Failure(progress, node, line, template, values, nodes, about)
+        if self.progress is None or progress > self.progress:
+            self.progress, self._deepest = progress, (node, line, template, values, bindings, about)
 
     def unify(self, term: Term, node: Any, bindings: Bindings) -> Iterator[Bindings]:
         """Every way in which `node` is what `term` describes, as extended bindings.
@@ -122,42 +132,15 @@ class Unifier:
             PatternError: the anchor's visits exceed `BUDGET`.
         """
         self._visit(term)
-        match term:
-            case Name(name=name):
-                yield from self._name(term, name, node, bindings)
-            case Anything():
-                yield bindings
-            case Literal(value=value):
-                if not isinstance(node, Node) and node == value:
-                    yield bindings
-            case Either():
-                for option in self.plan.options[term]:
-                    yield from self.unify(option, node, bindings)
-            case _ if not isinstance(node, Node):
-                return
-            case Item(source=source, index=index):
-                if self.dataflow.name(node) == "getitem" and node.args[1] == index:
-                    yield from self.unify(source, node.args[0], bindings)
-                else:
-                    self.fail(
-                        bindings, node, term.line, "expected output [{}] of a multi-output op, found {}", index, node
-                    )
-            case Op():
-                yield from self._op(term, node, bindings)
-            case Chain():
-                yield from self._chain(term, node, bindings)
-            case Region():
-                yield from self._region(term, node, bindings)
-            case Fold():
-                yield from self._fold(term, node, bindings)
+        return _WAYS[type(term)](self, term, node, bindings)
 
     def _visit(self, term: Term) -> None:
         self.visits += 1
         if self.visits > BUDGET:
             raise self._too_ambiguous(term, f"{BUDGET:,} visits")
 
-    def _step(self, term: Term) -> None:
-        self.steps += 1
+    def _walked(self, term: Term, steps: int) -> None:
+        self.steps += steps
         if self.steps > STEPS:
             raise self._too_ambiguous(term, f"{STEPS:,} steps along its closures")
 
@@ -173,83 +156,101 @@ class Unifier:
     def _is_any(self, node: Node, names: tuple[str, ...]) -> bool:
         return not self.dataflow.kinds(node).isdisjoint(names)
 
-    def _name(self, term: Term, name: str, node: Any, bindings: Bindings) -> Iterator[Bindings]:
+    # What the kinds of term unify with. Where no search is needed these are no generators: most nodes are refused.
+
+    def _name(self, term: Name, node: Any, bindings: Bindings) -> Iterator[Bindings]:
         if not isinstance(node, Node):
-            return
+            return iter(())
+        name = term.name
         if name in bindings:
             if bindings[name] is node:
-                yield bindings
-            else:
-                self.fail(bindings, node, term.line, "`{}` is {}, cannot also be {}", name, bindings[name], node)
-        elif name in self.equations:
-            for extended in self.unify(self.equations[name], node, bindings):
-                yield {**extended, name: node}
-        else:
-            yield {**bindings, name: node}
+                return iter((bindings,))
+            self.fail(bindings, node, term.line, "`{}` is {}, cannot also be {}", name, bindings[name], node)
+            return iter(())
+        if name in self.equations:
+            return self._equation(name, node, bindings)
+        return iter(({**bindings, name: node},))
 
-    def _op(self, term: Op, node: Node, bindings: Bindings) -> Iterator[Bindings]:
+    def _equation(self, name: str, node: Node, bindings: Bindings) -> Iterator[Bindings]:
+        for extended in self.unify(self.equations[name], node, bindings):
+            yield {**extended, name: node}
+
+    def _anything(self, term: Anything, node: Any, bindings: Bindings) -> Iterator[Bindings]:
+        return iter((bindings,))
+
+    def _literal(self, term: Literal, node: Any, bindings: Bindings) -> Iterator[Bindings]:
+        return iter((bindings,) if not isinstance(node, Node) and node == term.value else ())
+
+    def _either(self, term: Either, node: Any, bindings: Bindings) -> Iterator[Bindings]:
+        for option in self.plan.options[term]:
+            yield from self.unify(option, node, bindings)
+
+    def _item(self, term: Item, node: Any, bindings: Bindings) -> Iterator[Bindings]:
+        if not isinstance(node, Node):
+            return iter(())
+        if self.dataflow.name(node) == "getitem" and node.args[1] == term.index:
+            return self.unify(term.source, node.args[0], bindings)
+        template = "expected output [{}] of a multi-output op, found {}"
+        self.fail(bindings, node, term.line, template, term.index, node)
+        return iter(())
+
+    def _op(self, term: Op, node: Any, bindings: Bindings) -> Iterator[Bindings]:
+        if not isinstance(node, Node):
+            return iter(())
         if not self._is_any(node, term.names):
-            names = " | ".join(term.names)
-            self.fail(bindings, node, term.line, "expected {}, found {}", names, node, about=("op", term))
-            return
+            self.fail(bindings, node, term.line, "expected {}, found {}", term, node, about=("op", term))
+            return iter(())
         bindings = {**bindings, DEPTH: bindings.get(DEPTH, 0) + 1}
         for key, expected in term.attributes.items():
             found = attribute(node, key)
             if plain(found) != plain(absolute(node, expected) if key == "dim" else expected):
                 template, about = "expected {}={}, found {}={} in {}", ("attribute", term, key, found)
                 self.fail(bindings, node, term.line, template, key, expected, key, found, node, about=about)
-                return
-        alpha = ops.attributes(node).get("alpha", 1)
+                return iter(())
+        alpha = self.dataflow.factor(node)
         if alpha != 1 and "alpha" not in term.attributes:
             # `add(a, b, alpha=2)` is a + 2 * b, which `a + b` does not say.
             self.fail(bindings, node, term.line, "expected no factor, found alpha={} in {}", alpha, node)
-            return
+            return iter(())
         if term.over is not None:
             bindings[OVERS] = (*bindings.get(OVERS, ()), (term, node))
-        operands, count = self._pattern_operands(node), len(term.operands)
+        operands, count = self.dataflow.written_operands(node), len(term.operands)
         if count > len(operands):
             template = "expected {} data operands, found {} in {}"
             self.fail(bindings, node, term.line, template, count, len(operands), node)
-            return
-        orders: Any = [tuple(operands[:count])]
+            return iter(())
         if self.dataflow.name(node) in ops.UNORDERED:
-            orders = itertools.permutations(operands, count)
-        for order in orders:
-            # Closures last, so that a region stops at captures which a cheaper operand has bound.
-            pairs = sorted(
-                zip(term.operands, order, strict=True), key=lambda pair: isinstance(pair[0], Chain | Region | Fold)
-            )
-            yield from self._all(pairs, bindings)
+            return self._in_any_order(term, operands, bindings)
+        terms, places = self.plan.closures_last[term]
+        return self._all(terms, [operands[i] for i in places], bindings)
 
-    def _pattern_operands(self, node: Node) -> Sequence[Any]:
-        """The operands that a pattern sees: of arithmetic both sides, numbers and parameters too; else data only.
+    def _in_any_order(self, term: Op, operands: Sequence[Any], bindings: Bindings) -> Iterator[Bindings]:
+        terms, places = self.plan.closures_last[term]
+        for order in itertools.permutations(operands, len(places)):
+            yield from self._all(terms, [order[i] for i in places], bindings)
 
-        Of an einsum parameters, too: which side is learned depends on the model, not on the contraction.
-        """
-        if self.dataflow.name(node) in ops.ARITHMETIC:
-            return ops.arithmetic_operands(node)
-        if self.dataflow.name(node) == "einsum":
-            return self.dataflow.operands(node)
-        return self.dataflow.data_operands(node)
+    def _all(self, terms: Sequence[Term], nodes: Sequence[Any], bindings: Bindings, i: int = 0) -> Iterator[Bindings]:
+        """Every way in which all terms, from the one at `i` on, unify with their nodes."""
+        while i < len(terms):
+            term, node = terms[i], nodes[i]
+            i += 1
+            if isinstance(node, Node):
+                if self._is_rejected(term, node):
+                    self._reject(term, node, bindings)
+                    return iter(())
+                if type(term) is Name and not (term.name in bindings or term.name in self.equations):
+                    self._visit(term)  # any node: nothing to unify
+                    bindings = {**bindings, term.name: node}
+                    continue
+            ways = self.unify(term, node, bindings)
+            return ways if i == len(terms) else self._rest(ways, terms, nodes, i)
+        return iter((bindings,))
 
-    def _all(self, pairs: list[tuple[Term, Any]], bindings: Bindings) -> Iterator[Bindings]:
-        if not pairs:
-            yield bindings
-            return
-        (term, node), *rest = pairs
-        if isinstance(node, Node) and self._is_rejected(term, node):
-            self._reject(term, node, bindings)
-            return
-        if (
-            isinstance(term, Name)
-            and isinstance(node, Node)
-            and not (term.name in bindings or term.name in self.equations)
-        ):
-            self._visit(term)  # any node: nothing to unify
-            yield from self._all(rest, {**bindings, term.name: node})
-            return
-        for extended in self.unify(term, node, bindings):
-            yield from self._all(rest, extended)
+    def _rest(
+        self, ways: Iterator[Bindings], terms: Sequence[Term], nodes: Sequence[Any], i: int
+    ) -> Iterator[Bindings]:
+        for extended in ways:
+            yield from self._all(terms, nodes, extended, i)
 
     def _is_rejected(self, term: Term, node: Node) -> bool:
         """Whether a node is of none of the kinds that a term's node may have: known without unifying anything."""
@@ -267,55 +268,48 @@ class Unifier:
             case Item(index=index):
                 template = "expected output [{}] of a multi-output op, found {}"
                 self.fail(bindings, node, term.line, template, index, node)
-            case Op(names=names):
-                self.fail(
-                    bindings, node, term.line, "expected {}, found {}", " | ".join(names), node, about=("op", term)
-                )
-            case Fold(names=names):
-                template = "expected the root of a fold of {}, found {}"
-                self.fail(bindings, node, term.line, template, " | ".join(names), node)
-            case Chain(names=names, least=least, source=source):
-                if least == 0:
-                    self._reject(source, node, bindings)
-                else:
-                    template = "expected a chain of {}, broken by {}"
-                    self.fail(bindings, node, term.line, template, " | ".join(names), node, about=("op", term))
-
-    def _chain(self, term: Chain, node: Node, bindings: Bindings) -> Iterator[Bindings]:
-        # Maximal munch: every end of a walk of `least` to `most` members, the farthest first.
-        seen: set[Node] = set()
-        ends: list[tuple[int, Node]] = []
-        queue = deque([(node, 0)])
-        while queue:
-            self._step(term)
-            current, depth = queue.popleft()
-            if depth >= term.least:
-                ends.append((depth, current))
-            if self._is_any(current, term.names):
-                if depth < term.most and current not in seen:
-                    seen.add(current)
-                    queue.extend((source, depth + 1) for source in self.dataflow.data_operands(current))
-            elif depth < term.least:
+            case Op():
+                self.fail(bindings, node, term.line, "expected {}, found {}", term, node, about=("op", term))
+            case Fold():
+                self.fail(bindings, node, term.line, "expected the root of a fold of {}, found {}", term, node)
+            case Chain(least=0, source=source):
+                self._reject(source, node, bindings)
+            case Chain():
                 template = "expected a chain of {}, broken by {}"
-                self.fail(bindings, current, term.line, template, " | ".join(term.names), current, about=("op", term))
-        for _, end in sorted(ends, key=lambda pair: -pair[0]):
-            yield from self.unify(term.source, end, bindings)
+                self.fail(bindings, node, term.line, template, term, node, about=("op", term))
 
-    def _region(self, term: Region, node: Node, bindings: Bindings) -> Iterator[Bindings]:
+    def _chain(self, term: Chain, node: Any, bindings: Bindings) -> Iterator[Bindings]:
+        if not isinstance(node, Node):
+            return
+        walk = self.dataflow.walk(node, term.names, term.least, term.most, STEPS)
+        self._walked(term, walk.steps)
+        if walk.broken is not None:
+            template = "expected a chain of {}, broken by {}"
+            self.fail(bindings, walk.broken, term.line, template, term, walk.broken, about=("op", term))
+        source, is_filtered = term.source, term in self.plan.filtered
+        for end in walk.ends:
+            if is_filtered and self._is_rejected(source, end):
+                self._visit(source)
+                self._reject(source, end, bindings)
+            else:
+                yield from self.unify(source, end, bindings)
+
+    def _region(self, term: Region, node: Any, bindings: Bindings) -> Iterator[Bindings]:
+        if not isinstance(node, Node):
+            return
         stops = {bindings[s.name] for s in term.sources if isinstance(s, Name) and s.name in bindings}
         seen: set[Node] = set()
         border: list[Node] = []
         queue = [node]
         while queue:
-            self._step(term)
+            self._walked(term, 1)
             current = queue.pop()
             if current in seen:
                 continue
             seen.add(current)
             if current in stops or not self._is_any(current, term.names):
                 if current is node and current not in stops:
-                    names = " | ".join(term.names)
-                    self.fail(bindings, node, term.line, "expected a region of {}, found {}", names, node)
+                    self.fail(bindings, node, term.line, "expected a region of {}, found {}", term, node)
                     return
                 border.append(current)
             elif len(seen) > term.most:
@@ -339,12 +333,13 @@ class Unifier:
             for extended in self.unify(source, border[0], bindings):
                 yield from self._assign(border[1:], sources, extended)
 
-    def _fold(self, term: Fold, node: Node, bindings: Bindings) -> Iterator[Bindings]:
+    def _fold(self, term: Fold, node: Any, bindings: Bindings) -> Iterator[Bindings]:
+        if not isinstance(node, Node):
+            return
         # Interior nodes are read once and only a maximal node is a root: linear, and the only reading that is meant.
-        names = " | ".join(term.names)
         inside = _is_read_once(node) and self._is_any(next(iter(node.users)), term.names)
         if not self._is_any(node, term.names) or inside:
-            self.fail(bindings, node, term.line, "expected the root of a fold of {}, found {}", names, node)
+            self.fail(bindings, node, term.line, "expected the root of a fold of {}, found {}", term, node)
             return
         terms: list[Node] = []
         stack = [node]
@@ -360,7 +355,7 @@ class Unifier:
             self.fail(bindings, node, term.line, template, term.least, len(terms))
             return
         # The coefficient and what it is made of is one node for all terms; what else each term binds becomes a tuple.
-        shared = self._mentioned_by("coefficient")
+        shared = self.plan.behind["coefficient"]
         collected: dict[str, tuple[Node, ...]] = {}
         for part in terms:
             extended = next(self.unify(term.term, part, bindings), None)
@@ -373,8 +368,10 @@ class Unifier:
                     collected[key] = (*collected.get(key, ()), value)
         yield {**bindings, **collected}
 
-    def _mentioned_by(self, name: str, settled: Container[str] = ()) -> set[str]:
+    def _mentioned_by(self, name: str, settled: Collection[str] = ()) -> frozenset[str]:
         """A name and every name that its equation mentions, directly or through equations of names not `settled`."""
+        if not settled:
+            return self.plan.behind[name]
         names, queue = {name}, [name]
         while queue:
             current = queue.pop()
@@ -382,7 +379,7 @@ class Unifier:
                 new = self.plan.mentions[current] - names
                 names |= new
                 queue.extend(new)
-        return names
+        return frozenset(names)
 
     # --- equations that the apply site does not reach ---------------------------------------------------------------
 
@@ -392,22 +389,22 @@ class Unifier:
         Names of an alternative that was not taken are left unbound, unless the pattern binds or records them.
         """
         pending = self._open(self.equations, "apply", bindings)
+        if not pending:
+            return pending
         # What another of them, or an optional capture, is made of is found with it.
         certain = {name for name in pending if not self._mentions_optional(name)} | set(self.pattern.intervene.optional)
-        inner = set().union(*(self._mentioned_by(name) - {name} for name in certain)) - self._needed
+        inner = set().union(*(self._mentioned_by(name) - {name} for name in certain)) - self.plan.needed
         return [name for name in pending if name not in inner]
-
-    @property
-    def _needed(self) -> set[str]:
-        return {*self.pattern.bound, *self.pattern.intervene.taps.values()}
 
     def _open(self, names: Iterable[str], unified: str, bindings: Bindings) -> list[str]:
         """Those of `names` that still have to be found once the equation of `unified` holds."""
         # An optional capture that another equation mentions is found with it, or is not there.
-        mentioned = frozenset().union(*self.plan.mentions.values())
-        settled = {*bindings, *mentioned.intersection(self.pattern.intervene.optional)}
-        needed, reached = self._needed, self._mentioned_by(unified)
-        return [name for name in names if name not in settled and (name in needed or name not in reached)]
+        needed, reached, settled = self.plan.needed, self._mentioned_by(unified), self.plan.optional
+        return [
+            name
+            for name in names
+            if name not in bindings and name not in settled and (name in needed or name not in reached)
+        ]
 
     def _forward(self, bindings: Bindings, pending: list[str]) -> Iterator[Bindings]:
         """Unify the pending equations on the nodes they mention and on what is computed from those, the nearest first.
@@ -429,7 +426,7 @@ class Unifier:
             pending,
             key=lambda n: (
                 not self._mentioned_by(n) & known,
-                n not in self._needed,
+                n not in self.plan.needed,
                 not self.plan.mentions[n] & known,
             ),
         )
@@ -468,12 +465,12 @@ class Unifier:
 
     def _speaks_of_another_alternative(self, name: str, bindings: Bindings) -> bool:
         """Whether an equation is about nodes of an alternative that `apply` did not take: then it is no condition."""
-        if name in self._needed:
+        if name in self.plan.needed:
             return False
         absent = self._mentioned_by("apply").difference(bindings, self.pattern.intervene.optional)
         return not absent.isdisjoint(self._mentioned_by(name, bindings))
 
-    def _between(self, term: Term, names: Container[str], is_root: bool = True) -> frozenset[str] | None:
+    def _between(self, term: Term, names: Collection[str], is_root: bool = True) -> frozenset[str] | None:
         """The kinds of node that may stand between the root of a term and the nodes of `names`; None without any."""
         match term:
             case Name(name=name) if name in names:
@@ -512,6 +509,19 @@ class Unifier:
                         yield user
 
 
+_WAYS: Mapping[type[Term], Callable[..., Iterator[Bindings]]] = {
+    Name: Unifier._name,
+    Anything: Unifier._anything,
+    Literal: Unifier._literal,
+    Either: Unifier._either,
+    Item: Unifier._item,
+    Op: Unifier._op,
+    Chain: Unifier._chain,
+    Region: Unifier._region,
+    Fold: Unifier._fold,
+}
+
+
 def _is_read_once(node: Node) -> bool:
     """Whether one node reads this one, and reads it once: `x + x` reads twice."""
     return len(node.users) == 1 and list(next(iter(node.users)).args).count(node) == 1
@@ -539,9 +549,11 @@ def absolute(node: Node, dim: Any) -> Any:
 
 
 def describe(value: Any) -> str:
-    """A node as ``op `name` [sizes]``; anything else as it prints."""
+    """A node as ``op `name` [sizes]``, a term as the op names and classes that it admits; the rest as it prints."""
     if isinstance(value, tuple):
         return ", ".join(map(describe, value)) or "nothing"
+    if isinstance(value, Op | Chain | Region | Fold):
+        return " | ".join(value.names)
     if not isinstance(value, Node):
         return str(value)
     sizes = ops.sizes(value)
