@@ -153,10 +153,13 @@ def build_controllers(
         (_is_audited(c, group[0].pattern.name, enabled), c, group) for c, group in zip(classes, kept, strict=True)
     ]
     standing.sort(key=lambda row: (not row[0], dataflow.order[row[2][0].coefficient]))
-    places = [place_of(dataflow, exclusive_cone(group[0].bound), group[0].coefficient) for *_, group in standing]
+    cones = [exclusive_cone(group[0].bound) for *_, group in standing]
+    places = [place_of(dataflow, cone, group[0].coefficient) for cone, (*_, group) in zip(cones, standing, strict=True)]
     controllers = tuple(
-        _controller(identifier, place, group, dataflow, family_class, audited)
-        for identifier, place, (audited, family_class, group) in zip(_unique_ids(places), places, standing, strict=True)
+        _controller(identifier, place, group, cone, dataflow, family_class, audited)
+        for identifier, place, cone, (audited, family_class, group) in zip(
+            _unique_ids(places), places, cones, standing, strict=True
+        )
     )
     return controllers, (*findings, *_remarks([c for c in controllers if c.is_audited]))
 
@@ -221,13 +224,13 @@ def _controller(
     identifier: str,
     place: tuple[str, int],
     group: list[Match],
+    cone: set[Node],
     dataflow: Dataflow,
     family_class: str,
     is_audited: bool,
 ) -> Controller:
     match = group[0]
     pattern = match.pattern
-    cone = exclusive_cone(match.bound)
     return Controller(
         id=identifier,
         pattern=pattern.name,
