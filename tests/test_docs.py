@@ -64,6 +64,11 @@ def test_every_command_is_in_the_readme(command: str) -> None:
     assert command in README
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "patterns").glob("*.toml")))
+def test_every_family_is_in_the_readme(name: str) -> None:
+    assert name in _code(README)
+
+
 def test_the_guides_first_pattern_passes_its_own_example(tmp_path: Path) -> None:
     block = next(b for b in re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL) if "pooled-gate" in b)
     path = tmp_path / "pooled-gate.toml"
