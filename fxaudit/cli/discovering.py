@@ -27,7 +27,7 @@ from fxaudit.report import as_json, as_text
 def discover(directory: Path | None, as_json_: bool, **options: Any) -> None:
     """Find what may be controllers of MODEL without any pattern, from dataflow alone.
 
-    Example: fxaudit discover torchvision:mobilenet_v3_small --random-init --no-library --write drafts
+    Example: fxaudit discover timm:seresnet18 --random-init --write drafts
     """
     traced = traced_of(options)
     # Without any pattern every candidate is unclaimed.

@@ -192,11 +192,11 @@ def test_recording_never_holds_more_than_one_batch(model, tmp_path):
 
 
 def test_the_hash_of_large_data_is_taken_a_few_rows_at_a_time(model, monkeypatch):
-    from fxaudit.model import data as module
+    from fxaudit.model.columns import Loaded
 
     asked = []
-    read = module._Loaded.rows
-    monkeypatch.setattr(module._Loaded, "rows", lambda s, a, b: asked.append(b - a) or read(s, a, b))
+    read = Loaded.rows
+    monkeypatch.setattr(Loaded, "rows", lambda s, a, b: asked.append(b - a) or read(s, a, b))
     load_data(data(500), model.traced)
     assert max(asked) <= 64
 
