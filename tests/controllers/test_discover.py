@@ -265,7 +265,7 @@ def test_drafted_patterns_match_the_discovered_sites_and_no_others(tmp_path: Pat
 def test_the_command_writes_drafts_and_overwrites_none(tmp_path: Path) -> None:
     arguments = [
         "discover",
-        "torchvision:mobilenet_v3_small",
+        "timm:seresnet18",
         "--random-init",
         "--no-library",
         "--write",
