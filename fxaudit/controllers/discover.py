@@ -511,11 +511,13 @@ def _axis_guesses(node: Node, paths: _Paths, sample: Size | None) -> tuple[str, 
     return tuple(roles)
 
 
-def _owner(candidate: Candidate, controllers: Sequence[Controller]) -> str | None:
-    """The pattern whose controller owns a candidate: it shares a learned op, or hands over the same tensor."""
+def stands_for(candidate: Candidate, controller: Controller) -> bool:
+    """Whether a candidate hands over what a controller does: the same tensor, or one on the way that only it needs."""
+    bound = {coefficient.node for coefficient in controller.coefficients}
     own = {*candidate.cone, *candidate.coefficients}
-    for controller in controllers:
-        bound = {coefficient.node for coefficient in controller.coefficients}
-        if bound & own or set(candidate.coefficients) & controller.cone:
-            return controller.pattern
-    return None
+    return bool(bound & own or set(candidate.coefficients) & controller.cone)
+
+
+def _owner(candidate: Candidate, controllers: Sequence[Controller]) -> str | None:
+    """The pattern whose controller a candidate stands for."""
+    return next((k.pattern for k in controllers if stands_for(candidate, k)), None)

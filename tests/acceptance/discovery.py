@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxaudit import stages
-from fxaudit.controllers.controller import Controller
-from fxaudit.controllers.discover import Candidate
+from fxaudit.controllers.discover import stands_for
 from fxaudit.controllers.pattern import DEFAULT, DETECT_ONLY, Pattern
 from fxaudit.model.trace import TracedModel
 
@@ -33,13 +32,6 @@ def discovered(traced: TracedModel, patterns: Sequence[Pattern]) -> Discovered:
     known = (*default.controllers, *default.others, *every.controllers, *every.others)
     return Discovered(
         len(default.controllers),
-        tuple(k.id for k in default.controllers if not any(_stands_for(c, k) for c in candidates)),
-        tuple(f"{c.module}#{c.call}" for c in candidates if not any(_stands_for(c, k) for k in known)),
+        tuple(k.id for k in default.controllers if not any(stands_for(c, k) for c in candidates)),
+        tuple(f"{c.module}#{c.call}" for c in candidates if not any(stands_for(c, k) for k in known)),
     )
-
-
-def _stands_for(candidate: Candidate, controller: Controller) -> bool:
-    """Whether one hands over what the other does: the same tensor, or one on the way to it that only it needs."""
-    bound = {coefficient.node for coefficient in controller.coefficients}
-    own = {*candidate.cone, *candidate.coefficients}
-    return bool(bound & own or set(candidate.coefficients) & controller.cone)
