@@ -26,8 +26,9 @@ from fxaudit.errors import PatternError
 # Near misses that are kept of one pattern, the best ones.
 NEAR_MISSES = 100
 
-# Visits that a pattern may take in all, for each node of the graph. The shipped patterns need fewer than ten.
-GRAPH_BUDGET = 50
+# Visits that a pattern may take in all, for each node of the graph. The shipped patterns need fewer than ten as a rule,
+# and up to 77 where one value has very many readings, as in Gemma 3n.
+GRAPH_BUDGET = 400
 
 AxisNames = tuple[tuple[str, ...], ...]
 _Fitted = tuple[dict[str, Size], dict[str, AxisNames]]
