@@ -50,8 +50,8 @@ def batches(text: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield windows[:, :-1], windows[:, 1:]
 
 
-def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+def loss(model: nn.Module, inputs: Tensor, targets: Tensor, *, mixed: bool) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         logits = model(inputs)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
@@ -83,7 +83,7 @@ def optimizer_for(model: nn.Module) -> torch.optim.AdamW:
 
 
 def train(
-    model: nn.Module, text: bytes, *, seed: int, steps: int | None, minutes: float | None
+    model: nn.Module, text: bytes, *, seed: int, steps: int | None, minutes: float | None, mixed: bool
 ) -> list[tuple[int, float, float]]:
     """Trains in place.
 
@@ -106,7 +106,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, progress)
         optimizer.zero_grad()
-        value = loss(model, inputs, targets)
+        value = loss(model, inputs, targets, mixed=mixed)
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
         optimizer.step()
@@ -122,7 +122,8 @@ def main() -> None:
     model = build(arguments.preset)
     wall, cpu = time.perf_counter(), time.process_time()
     text = corpus.read("training", sources=arguments.sources)
-    curve = train(model, text, seed=arguments.seed, steps=arguments.steps, minutes=arguments.minutes)
+    mixed = arguments.precision == "bf16"
+    curve = train(model, text, seed=arguments.seed, steps=arguments.steps, minutes=arguments.minutes, mixed=mixed)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
 
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -139,6 +140,7 @@ def main() -> None:
         "batch": BATCH,
         "length": LENGTH,
         "learning_rate": LEARNING_RATE,
+        "precision": arguments.precision,
         "validation_nats_per_byte": validation_losses(model, arguments.sources),
         "wall_seconds": round(wall, 1),
         "cpu_seconds": round(cpu, 1),
@@ -179,6 +181,8 @@ def parsed_arguments() -> argparse.Namespace:
     duration.add_argument("--minutes", type=float, help="length of the run in minutes of CPU time")
     parser.add_argument("--preset", default="1m", choices=PRESETS)
     parser.add_argument("--seed", type=int, default=0)
+    # A CPU without bfloat16 instructions emulates them, three times slower than fp32.
+    parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"], help="of the matrix products")
     parser.add_argument("--sources", type=Path, default=corpus.SOURCES, help="the folder _sources of the documentation")
     parser.add_argument("--out", type=Path, default=HERE, help="the folder for the weights and the record")
     return parser.parse_args()
