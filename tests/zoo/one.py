@@ -1,20 +1,13 @@
-"""``python -m tests.zoo.one FOLDER NAME...`` traces models of the zoo one after the other, each into FOLDER/NAME.json.
+"""One model of the zoo: traced, matched, and its graph compared with the eager model.
 
-A model that runs into the memory bound or the time-out is a result like any other. The graph is compared with the eager
-model on a second input by code of its own, so that a trace that is wrong without saying so is found.
+The comparison, on a second input, is code of its own, so that a trace that is wrong without saying so is found.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import resource
-import signal
-import sys
 import time
-import warnings
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +20,6 @@ from fxaudit.model.load import subject
 from fxaudit.model.trace import TracedModel
 from tests.third_party import Inputs
 from tests.zoo.models import ZOO
-
-GIBIBYTE = 2**30
-MEMORY = 10 * GIBIBYTE
-SECONDS = 300
 
 
 def examine(name: str) -> dict[str, Any]:
@@ -47,10 +36,8 @@ def examine(name: str) -> dict[str, Any]:
         row["outcome"] = _outcome(row["fidelity"], second)
     except AuditError as error:
         row |= {"outcome": "refused", "reason": _reason(error)}
-    except _TimeOut:
-        row |= {"outcome": "timed out", "reason": f"more than {SECONDS} s"}
     except MemoryError:
-        row |= {"outcome": "out of memory", "reason": f"more than {MEMORY // GIBIBYTE} GiB"}
+        row |= {"outcome": "out of memory", "reason": "more than a process may have"}
     except Exception as error:
         row |= {"outcome": "crashed", "reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     row["seconds"] = round(time.perf_counter() - started, 1)
@@ -181,38 +168,3 @@ def _tensors(output: Any) -> list[Tensor]:
 def _difference(a: Tensor, b: Tensor) -> float:
     difference = (a.double() - b.double()).abs()
     return float(torch.where(a.isnan() & b.isnan(), 0.0, difference).max()) if a.numel() else 0.0
-
-
-# --- the process ----------------------------------------------------------------------------------------------------
-
-
-class _TimeOut(BaseException):
-    pass
-
-
-def _time_out(*_: object) -> None:
-    raise _TimeOut
-
-
-def path_of(folder: Path, name: str) -> Path:
-    """Where the result of a model lies."""
-    return folder / f"{name.replace(':', '-')}.json"
-
-
-def main(folder: Path, names: list[str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _time_out)
-    for name in names:
-        signal.alarm(SECONDS)
-        row = examine(name)
-        signal.alarm(0)
-        path = path_of(folder, name)
-        path.with_suffix(".part").write_text(json.dumps(row), encoding="utf-8")
-        path.with_suffix(".part").rename(path)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,56 +1,49 @@
 """``python -m tests.zoo.run [--results FOLDER] [NAME...]`` traces the whole zoo and writes what came out to docs/.
 
-Several processes work through chunks of models, two at a time. A model that kills its process gets a result that says
-so, and the rest of its chunk a process of its own. Results that are there already are kept: a run that was stopped goes
-on where it was.
+Each model has a process of its own, two at a time; one that kills its process or does not end gets a result that says
+so. Results that are there already are kept: a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import click
 
+from tests.processes import GIBIBYTE, Lost, each
 from tests.zoo import render
 from tests.zoo.models import ZOO
-from tests.zoo.one import SECONDS, path_of
+from tests.zoo.one import examine
 
-PROCESSES = 2
-MODELS_OF_A_PROCESS = 12
+MEMORY = 10 * GIBIBYTE
+SECONDS = 300
+
+
+def path_of(folder: Path, name: str) -> Path:
+    """Where the result of a model lies."""
+    return folder / f"{name.replace(':', '-')}.json"
 
 
 def run(folder: Path, names: list[str]) -> None:
-    """Trace `names`, each in a process with others of its chunk."""
+    """Examine those of `names` that have no result yet."""
     folder.mkdir(parents=True, exist_ok=True)
     left = [name for name in names if not path_of(folder, name).exists()]
-    # Dealt out like cards, so that the slow models, which stand together, come into different chunks.
-    count = max(1, -(-len(left) // MODELS_OF_A_PROCESS))
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        list(pool.map(lambda chunk: _chunk(folder, chunk), [left[i::count] for i in range(count)]))
+    for library in ("transformers", "torchvision", "timm"):
+        importlib.import_module(library)  # once, not in each process
+    for name, result in each(examine, left, seconds=SECONDS, memory=MEMORY):
+        row = _lost(name, result) if isinstance(result, Lost) else result
+        path = path_of(folder, name)
+        path.with_suffix(".part").write_text(json.dumps(row), encoding="utf-8")
+        path.with_suffix(".part").rename(path)
+        print(f"{name:50} {row['outcome']:12} {row['seconds']:6} s  {row.get('reason', '')[:100]}", flush=True)
 
 
-def _chunk(folder: Path, names: list[str]) -> None:
-    while names:
-        command = [sys.executable, "-m", "tests.zoo.one", str(folder), *names]
-        limit = (SECONDS + 60) * len(names)
-        try:
-            code: int | str = subprocess.run(command, stderr=subprocess.DEVNULL, timeout=limit).returncode
-        except subprocess.TimeoutExpired:
-            code = f"did not end within {limit} s"
-        done = [name for name in names if path_of(folder, name).exists()]
-        for name in done:
-            row = json.loads(path_of(folder, name).read_text(encoding="utf-8"))
-            print(f"{name:50} {row['outcome']:12} {row['seconds']:6} s  {row.get('reason', '')[:100]}", flush=True)
-        names = [name for name in names if name not in done]
-        if names:
-            lost = {"name": names[0], "outcome": "crashed", "seconds": 0, "reason": f"the process ended with {code}"}
-            path_of(folder, names[0]).write_text(json.dumps(lost), encoding="utf-8")
-            print(f"{names[0]:50} crashed  {lost['reason']}", flush=True)
-            names = names[1:]
+def _lost(name: str, lost: Lost) -> dict[str, Any]:
+    outcome = "timed out" if lost.timed_out else "crashed"
+    return {"name": name, "outcome": outcome, "seconds": SECONDS if lost.timed_out else 0, "reason": lost.reason}
 
 
 @click.command()
