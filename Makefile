@@ -29,9 +29,9 @@ test: lint  ## lint, then the fast tests; ARGS="..." goes to pytest
 slow:  ## the slow tests; ARGS="..." goes to pytest
 	$(OCR) pytest -m slow $(ARGS)
 
-acceptance:  ## every row of the acceptance table: expected and found; ARGS="-o FILE ROW..." for a file or some rows
-	$(RUN) tests.acceptance.table $(ARGS)
-	$(RUN) pytest -m acceptance tests/replay
+acceptance:  ## every row of the acceptance table: expected and found; goes on where it was stopped; ARGS="ROW..." for some
+	status=0; $(RUN) tests.acceptance.table -o build/acceptance.jsonl $(ARGS) || status=1; \
+	$(RUN) pytest -m acceptance tests/replay || status=1; exit $$status
 
 zoo:  ## trace all third-party models of the zoo into docs/zoo.* and README.md; goes on where it was stopped
 	$(RUN) tests.zoo.run $(ARGS)

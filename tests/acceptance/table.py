@@ -119,6 +119,7 @@ def _run(rows: Sequence[Row], output: Path | None, processes: int) -> list[Resul
         results.append(result)
         _print(result)
         if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
             with output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**result, "code": code()}) + "\n")
     return results
