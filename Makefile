@@ -50,7 +50,7 @@ example-ocr:  ## audit a third-party classifier with trained squeeze-excite gate
 	    --margin 0.05 -o ocr-report
 
 bench:  ## what recording, replaying and matching cost, beside their peers
-	py="$$(.ci/env)" && export PYTHONPATH=. && "$$py" benchmarks/replay.py && "$$py" benchmarks/match.py
+	export PYTHONPATH=. && "$$(.ci/peers)" benchmarks/replay.py && "$$(.ci/env)" benchmarks/match.py
 
 lint:  ## style, format and types, changing nothing
 	$(RUN) ruff check .

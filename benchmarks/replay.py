@@ -1,21 +1,22 @@
-"""What recording and replaying cost, beside forward hooks, in one run.
+"""What recording and replaying cost, beside other tools, in one run.
 
     make bench
 
-Every row is the wall time of one pass over the same batch, as a ratio to a plain pass of the eager model in the same
-round; rounds are interleaved in changing order. `plain again` is the A/A control: what lies inside its interval is not
-resolvable. A sweep replays each controller alone, and is given as a ratio to as many plain passes; its floor is the
-share of the graph that lies behind the controllers. Memory is the process's own peak.
+Every row is the CPU time of one pass over the same batch, on one thread, as a ratio to a plain pass of the eager model
+in the same round; rounds are interleaved in changing order. `plain again` is the A/A control: what lies inside its
+interval is not resolvable. A sweep replays each controller alone, and is given as a ratio to as many plain passes; its
+floor is the share of the graph that lies behind the controllers. Memory is the growth of a forked process in one pass.
+What the tables must show is asked below each of them and answered yes or no.
 
 FXAUDIT_BENCH names the models to run, separated by commas: demo, seresnet50, gated-100m. All of them by default.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import random
-import resource
 import statistics
 import sys
 import tempfile
@@ -27,8 +28,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from benchmarks.peers import hooks, peers
 from fxaudit import stages
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.model.settings import exact_numerics
@@ -41,12 +42,13 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "featuregate" / "mo
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a batch for it, and how often each row is run."""
+    """A model, a batch for it, how often each row is run, and how the paths of the modules that end its gates end."""
 
     name: str
     build: Callable[[], tuple[nn.Module, Tensor]]
     rounds: int
     sweeps: int
+    gates: str
 
 
 @dataclass(frozen=True)
@@ -84,43 +86,23 @@ def gated_100m() -> tuple[nn.Module, Tensor]:
     return source.FeatureGateTransformer(config), torch.randint(0, 8192, (2, 256))
 
 
-CASES = (Case("demo", demo, 25, 5), Case("seresnet50", seresnet50, 8, 2), Case("gated-100m", gated_100m, 5, 1))
-
-
-class Sigmoids(TorchFunctionMode):
-    """The peer: forward hooks cannot see a functional sigmoid, so its calls are intercepted."""
-
-    def __init__(self, given: list[Tensor] | None = None) -> None:
-        super().__init__()
-        self.recorded: list[Tensor] = []
-        self.given = given
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in (torch.sigmoid, Tensor.sigmoid, Tensor.sigmoid_):
-            self.recorded.append(result)
-            if self.given is not None:
-                return self.given[len(self.recorded) - 1]
-        return result
-
-
-def intercepted(module: nn.Module, batch: Tensor, given: list[Tensor] | None = None) -> list[Tensor]:
-    with Sigmoids(given) as mode:
-        module(batch)
-    return mode.recorded
+CASES = (
+    Case("demo", demo, 25, 5, "_gate"),
+    Case("seresnet50", seresnet50, 9, 3, ".se.gate"),
+    Case("gated-100m", gated_100m, 7, 1, "_gate"),
+)
+COMPILED = "replay: fxaudit, compiled"
+Row = Callable[[], object]
 
 
 def main() -> None:
-    """Print a table for each model."""
+    """Print the tables of each model."""
     torch.set_num_threads(1)
     asked = os.environ.get("FXAUDIT_BENCH", ",".join(case.name for case in CASES)).split(",")
     print(f"CPU, one thread, torch {torch.__version__}; times a plain pass: median, 5 % and 95 % of the rounds")
-    for name in ("nnsight", "pyvene", "torchlens"):
-        print(f"no row for {name}: it is not among the benchmark's dependencies")
     for case in CASES:
         if case.name in asked:
             report(case)
-    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
 
 
 def report(case: Case) -> None:
@@ -129,37 +111,55 @@ def report(case: Case) -> None:
     module.eval()
     frozen = stages.freeze(module, (batch,))
     count = len(frozen.controllers)
-    with exact_numerics():
+    gates = [name for name, _ in module.named_modules() if name.endswith(case.gates)]
+    assert len(gates) == count, f"{len(gates)} gate modules, {count} controllers"
+    with torch.no_grad(), exact_numerics():
         _, values = frozen.run_tapped([batch])
         own = list(values[: len(frozen.coefficients)])
-        gates = intercepted(module, batch)
-        rows: dict[str, Callable[[], object]] = {
+        rows: dict[str, Row] = {
             "plain": lambda: module(batch),
             "plain again": lambda: module(batch),
             "live graph": lambda: run_flat(frozen.traced.graph_module, [batch], frozen.traced.initial_state),
-            "record: interception": lambda: intercepted(module, batch),
-            "record: tapped graph": lambda: frozen.run_tapped([batch]),
-            "replay: interception": lambda: intercepted(module, batch, gates),
-            "replay: frozen graph": lambda: frozen.run_frozen([batch], own),
+            "record: fxaudit": lambda: frozen.run_tapped([batch]),
+            "replay: fxaudit": lambda: frozen.run_frozen([batch], own),
         }
         compiled = torch.compile(frozen.frozen)
         compiled(batch, *own)
-        rows["replay: compiled"] = lambda: compiled(batch, *own)
-        print(
-            f"\n{case.name}: {sum(p.numel() for p in module.parameters()):,} parameters, {count} controllers,"
-            f" batch {list(batch.shape)}, {case.rounds} rounds"
-        )
-        show(measure(rows, case.rounds))
-        sweep = {
+        rows["replay: fxaudit, compiled"] = lambda: compiled(batch, *own)
+        for peer in peers(module, gates, batch):
+            given = peer.given(hooks(module, gates, batch).record())
+            if peer.record is not None:
+                rows[f"record: {peer.name}"] = peer.record
+            rows[f"replay: {peer.name}"] = lambda peer=peer, given=given: peer.replay(given)
+        sweep: dict[str, Row] = {
             "plain": lambda: module(batch),
             "sweep, naive": lambda: [frozen.run_frozen([batch], own) for _ in range(count + 1)],
             "sweep, shared prefix": lambda: swept(frozen, batch, own),
         }
-        show(
-            {n: [r / (count + 1) for r in ratios] for n, ratios in measure(sweep, case.sweeps).items() if n != "plain"}
+        print(
+            f"\n{case.name}: {sum(p.numel() for p in module.parameters()):,} parameters, {count} controllers,"
+            f" batch {list(batch.shape)}, {case.rounds} rounds"
         )
-        print(f"{'sweep, floor':<24}{floor(frozen):>8.3f}")
+        passes = measure(rows, case.rounds)
+        show(passes, {name: growth(row) for name, row in rows.items()})
+        sweeps = {name: [s / (count + 1) for s in taken] for name, taken in measure(sweep, case.sweeps).items()}
+        sweeps["plain"] = [s * (count + 1) for s in sweeps["plain"]]
+        show(sweeps, {name: growth(row) for name, row in sweep.items()})
+    least = floor(frozen)
+    print(f"{'sweep, floor':<28}{least * statistics.median(ratios(sweeps, 'sweep, naive')):>8.3f}")
     writing(frozen, own, batch)
+    again = ratios(passes, "plain again")
+    tap, replay = median(passes, "record: fxaudit", "live graph"), median(passes, "replay: fxaudit")
+    swept_share = median(sweeps, "sweep, shared prefix", "sweep, naive")
+    rivals = [median(passes, name) for name in rows if name.startswith("replay:") and "fxaudit" not in name]
+    answer("the tap costs at most 1.05 passes of the same graph", tap, 1.05)
+    answer("frozen replay costs at most a plain pass, within the control's interval", replay, limits(again)[1])
+    answer("the fastest frozen replay is no slower than any peer's", min(replay, median(passes, COMPILED)), min(rivals))
+    answer("a sweep takes at most 1.15 of its floor", swept_share, 1.15 * least)
+
+
+def answer(claim: str, found: float, limit: float) -> None:
+    print(f"{'yes' if found <= limit else 'NO':<4}{claim}: {found:.3f}, limit {limit:.3f}")
 
 
 def swept(frozen: FrozenModel, batch: Tensor, own: list[Tensor]) -> None:
@@ -191,27 +191,64 @@ def _number(total: Any, size: dict[Any, int]) -> Any:
     return total.subs(size) if hasattr(total, "subs") else total
 
 
-def measure(rows: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Ratios to the first row of the same round, by row; the first round only warms up."""
-    ratios: dict[str, list[float]] = {name: [] for name in rows}
-    order = list(rows)
+def measure(rows: dict[str, Row], rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of each row in each round; a round before them only warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
     generator = random.Random(0)
     for turn in range(rounds + 1):
-        seconds = {}
-        for name in generator.sample(order, len(order)):
-            started = time.perf_counter()
+        for name in generator.sample(list(rows), len(rows)):
+            started = time.process_time()
             rows[name]()
-            seconds[name] = time.perf_counter() - started
-        if turn:
-            for name in order:
-                ratios[name].append(seconds[name] / seconds[order[0]])
-    return ratios
+            if turn:
+                seconds[name].append(time.process_time() - started)
+    return seconds
 
 
-def show(ratios: dict[str, list[float]]) -> None:
-    for name, found in ratios.items():
-        low, *_, high = statistics.quantiles(found, n=20) if len(found) > 1 else (found[0], found[0])
-        print(f"{name:<24}{statistics.median(found):>8.3f}{low:>8.3f}{high:>8.3f}")
+def growth(row: Row) -> float:
+    """MiB that the peak of a forked process lies above its start, when it runs the row."""
+    ctypes.CDLL(None).malloc_trim(0)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        before = _resident("VmRSS")
+        row()
+        os.write(writer, str(_resident("VmHWM") - before).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with os.fdopen(reader) as found:
+        return int(found.read() or 0) / 1024
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1])
+    raise LookupError(field)
+
+
+def ratios(seconds: dict[str, list[float]], name: str, base: str = "plain") -> list[float]:
+    return [a / b for a, b in zip(seconds[name], seconds[base], strict=True)]
+
+
+def median(seconds: dict[str, list[float]], name: str, base: str = "plain") -> float:
+    return statistics.median(ratios(seconds, name, base))
+
+
+def limits(found: list[float]) -> tuple[float, float]:
+    """The 5 % and the 95 % quantile; of few values the least and the greatest."""
+    return (
+        (min(found), max(found))
+        if len(found) < 20
+        else (statistics.quantiles(found, n=20)[0], statistics.quantiles(found, n=20)[-1])
+    )
+
+
+def show(seconds: dict[str, list[float]], memory: dict[str, float]) -> None:
+    for name in seconds:
+        found = ratios(seconds, name)
+        low, high = limits(found)
+        print(f"{name:<28}{statistics.median(found):>8.3f}{low:>8.3f}{high:>8.3f}{memory[name]:>8.0f} MiB")
 
 
 def writing(frozen: FrozenModel, own: list[Tensor], batch: Tensor) -> None:
