@@ -35,7 +35,7 @@ from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.model.settings import exact_numerics
 from fxaudit.model.trace import run_flat
 from fxaudit.replay import store
-from fxaudit.replay.segments import Explorer, frozen_chain
+from fxaudit.replay.segments import Chain, Explorer, frozen_chain
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "featuregate" / "model.py"
 
@@ -131,10 +131,11 @@ def report(case: Case) -> None:
             if peer.record is not None:
                 rows[f"record: {peer.name}"] = peer.record
             rows[f"replay: {peer.name}"] = lambda peer=peer, given=given: peer.replay(given)
+        chain = frozen_chain(frozen)
         sweep: dict[str, Row] = {
             "plain": lambda: module(batch),
             "sweep, naive": lambda: [frozen.run_frozen([batch], own) for _ in range(count + 1)],
-            "sweep, shared prefix": lambda: swept(frozen, batch, own),
+            "sweep, shared prefix": lambda: swept(chain, batch, own),
         }
         print(
             f"\n{case.name}: {sum(p.numel() for p in module.parameters()):,} parameters, {count} controllers,"
@@ -162,16 +163,12 @@ def answer(claim: str, found: float, limit: float) -> None:
     print(f"{'yes' if found <= limit else 'NO':<4}{claim}: {found:.3f}, limit {limit:.3f}")
 
 
-def swept(frozen: FrozenModel, batch: Tensor, own: list[Tensor]) -> None:
+def swept(chain: Chain, batch: Tensor, own: list[Tensor]) -> None:
     """The baseline and each coefficient replaced by itself."""
-    chain = frozen_chains.setdefault(id(frozen), frozen_chain(frozen))
     width = len(chain.order)
     replays = [Alone((False,) * width), *(Alone(tuple(i == k for i in range(width))) for k in range(width))]
     explorer: Explorer[Alone] = Explorer(chain, lambda i, other, _: own[i], lambda done, found: None)
     explorer.run([batch], replays)
-
-
-frozen_chains: dict[int, Any] = {}
 
 
 def floor(frozen: FrozenModel) -> float:
