@@ -234,8 +234,9 @@ ROUTERS = [
         "transformers deepseek_v4",
         transformers(
             "deepseek_v4",
+            tokens(length=24),  # 6 windows of 4 tokens, of which the index takes 2
             num_key_value_heads=1,
-            index_topk=4,
+            index_topk=2,
             index_head_dim=16,
             index_n_heads=2,
             o_groups=2,

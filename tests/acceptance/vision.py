@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from tests.acceptance.row import Row
-from tests.third_party import pixels, timm, torchvision, transformers
+from tests.third_party import Build, Inputs, calibrated, pixels, timm, torchvision, transformers
 
 TORCHVISION_SE = {"se-gate": "SqueezeExcitation"}
 TIMM_SE = {"se-gate": "SEModule"}
+
+
+def photographs(model_type: str, size: int, **options) -> Build:
+    """A builder of a transformers vision model, its batch statistics calibrated: else maps fade on the way to gates."""
+    build = transformers(model_type, pixels(size), **options)
+
+    def calibrate() -> tuple[nn.Module, Inputs]:
+        module, inputs = build()
+        return calibrated(module, size), inputs
+
+    return calibrate
+
 
 CHANNEL_GATES = [
     Row(
@@ -107,23 +121,21 @@ CHANNEL_GATES = [
     Row(
         "34",
         "transformers regnet",
-        transformers(
-            "regnet", pixels(64), cls="AutoModel", embedding_size=16, hidden_sizes=[16, 32, 32, 32], groups_width=16
-        ),
+        photographs("regnet", 64, cls="AutoModel", embedding_size=16, hidden_sizes=[16, 32, 32, 32], groups_width=16),
         {"se-gate": 22},
         modules={"se-gate": "RegNetSELayer"},
     ),
     Row(
         "34",
         "transformers efficientnet",
-        transformers("efficientnet", pixels(64), cls="AutoModel"),
+        photographs("efficientnet", 64, cls="AutoModel"),
         {"se-gate": 55},
         modules={"se-gate": "EfficientNetSqueezeExciteLayer"},
     ),
     Row(
         "34",
         "transformers pp_lcnet",
-        transformers("pp_lcnet", pixels(64), cls="PPLCNetForImageClassification"),
+        photographs("pp_lcnet", 64, cls="PPLCNetForImageClassification"),
         {"se-gate": 2},
         modules={"se-gate": "PPLCNetSqueezeExcitationModule"},
     ),

@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fxaudit import stages
+from fxaudit.model.load import subject
+
 from .freezing import captured, check_freezing, example_model, family, frozen_family
 
 EXAMPLES = [
@@ -196,6 +199,15 @@ def test_mlstm_has_three_gates_in_each_layer():
         expected = torch.sigmoid(out) if controller.module.endswith("ogate_preact") else cap * torch.tanh(out / cap)
         assert torch.equal(value, expected)
     check_freezing(model, inputs, "linear-rnn-gate")
+
+
+def test_the_output_gate_of_a_chunkwise_mlstm_belongs_to_the_recurrence_not_to_attention():
+    model, inputs = language_model("xlstm", embedding_dim=16, num_heads=2, num_blocks=1, chunk_size=8)
+    matched = stages.match(stages.trace(subject(model, inputs)))
+    assert {name: count for name, count in matched.counts.items() if count} == {"linear-rnn-gate": 3}
+    # Its other reading is not lost: it is said who lost it to whom.
+    losers = [finding.text for finding in matched.findings if finding.kind == "overlap"]
+    assert any("`attn-output-gate`" in text and "`linear-rnn-gate`" in text for text in losers)
 
 
 def test_the_decay_of_gated_linear_attention_is_bound_as_its_logarithm():
