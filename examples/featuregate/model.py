@@ -47,6 +47,7 @@ class Config:
 
 
 PRESETS = {
+    "tiny": Config(layers=2, width=32, heads=2, vocabulary=256),
     "1m": Config(layers=4, width=128, heads=4, vocabulary=256),
     "76m": Config(layers=16, width=512, heads=8, vocabulary=32_768),
     "504m": Config(layers=32, width=1024, heads=16, vocabulary=32_768),

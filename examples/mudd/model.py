@@ -11,13 +11,21 @@ dropped, which are buffers of a run.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+HERE = Path(__file__).parent
+WEIGHTS = HERE / "weights.safetensors"
+EXAMPLE_TEXT = HERE.parent / "featuregate" / "evaluation.txt"
+EXAMPLE_ROWS, EXAMPLE_LENGTH = 4, 128
+
 WAYS = ("query", "key", "value", "residual")
+INITIAL_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,8 @@ class Config:
 
 MUDDPYTHIA_1_4B = Config(layers=24, width=2048, heads=16, hidden=8192)
 MUDDPYTHIA_2_8B = Config(layers=32, width=2560, heads=32, hidden=10240)
-TINY = Config(layers=5, width=64, heads=4, hidden=256, vocabulary=256, context=64)
+TINY = Config(layers=5, width=64, heads=4, hidden=256, vocabulary=256, context=256)
+PRESETS = {"tiny": TINY, "1.4b": MUDDPYTHIA_1_4B, "2.8b": MUDDPYTHIA_2_8B}
 
 
 class RMSNorm(nn.Module):
@@ -214,6 +223,41 @@ class MUDDPythia(nn.Module):
         return [
             sum(weight[..., source, None] * state for source, state in enumerate(states)) for weight in coefficients
         ]
+
+
+def build(preset: str) -> MUDDPythia:
+    """A model to train, with random weights from torch's global generator.
+
+    Controllers end in zeros, so that training starts from a transformer whose streams are the newest hidden state.
+    """
+    model = MUDDPythia(PRESETS[preset], contraction=True)
+    # Two branches for each layer add up in the residual stream.
+    residual_std = INITIAL_STD / math.sqrt(2 * model.config.layers)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(
+                module.weight, std=residual_std if name.endswith((".wo", "feed_forward.w2")) else INITIAL_STD
+            )
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, DynamicDense):
+            nn.init.normal_(module.w1.weight, std=model.config.width**-0.5)
+    for dense in model.dynamic_dense:
+        assert isinstance(dense, DynamicDense)
+        nn.init.zeros_(dense.w2.weight)
+    return model
+
+
+def trained() -> tuple[MUDDPythia, Tensor]:
+    """The trained tiny model in eval mode, and byte ids [4, 128] of text that it was not trained on."""
+    from safetensors.torch import load_file
+
+    with torch.device("meta"):
+        model = MUDDPythia(TINY)
+    model.load_state_dict(load_file(WEIGHTS), assign=True)
+    text = EXAMPLE_TEXT.read_bytes()
+    starts = range(0, len(text), len(text) // EXAMPLE_ROWS)[:EXAMPLE_ROWS]
+    return model.eval(), torch.tensor([list(text[start : start + EXAMPLE_LENGTH]) for start in starts])
 
 
 def muddpythia_1_4b() -> tuple[nn.Module, Tensor]:
