@@ -202,7 +202,7 @@ def discover(
         model = match(traced, patterns, enable=enable)
     dataflow = Dataflow(model.traced.graph_module)
     known = (*model.controllers, *model.others)
-    return Discovery(model, find_candidates(dataflow, known, sample=model.traced.sample))
+    return Discovery(model, find_candidates(dataflow, known))
 
 
 def draft_discovered(discovery: Discovery) -> tuple[Draft, ...]:

@@ -108,6 +108,28 @@ class TopOne(_Block):
         return x + (rows * weights[..., None]).sum(-2)
 
 
+class Taps(_Block):
+    """A convolution over the last four tokens: its taps are static ones plus some that each token computes."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        taps = self.four(x)[:, :, None] + self.bank[:, :, 0].T
+        windows = F.pad(self.b(x), (0, 0, 3, 0)).unfold(1, 4, 1)
+        return (windows * taps).sum(-1)
+
+
+class DrivenDecay(_Block):
+    """A decay whose square root scales what is written: both come from the logarithm of the decay."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        log_decay = -8 * torch.sigmoid(self.a(x)) * F.softplus(self.scale)
+        written = self.b(x) * torch.sqrt(1 - torch.exp(2 * log_decay))
+        decay, state, states = torch.exp(log_decay), written[:, 0], []
+        for t in range(1, TOKENS):
+            state = state * decay[:, t] + written[:, t]
+            states.append(state)
+        return torch.stack(states, 1)
+
+
 @pytest.mark.parametrize(
     ("block", "root", "sites"),
     [
@@ -122,6 +144,8 @@ class TopOne(_Block):
         # From the second token on the state holds earlier steps: there it is its own path (T2).
         (Decay, "one", TOKENS + 1),
         (TopOne, "four", 2),
+        (Taps, "four", 1),
+        (DrivenDecay, "a", 1),
     ],
 )
 def test_a_controller_is_found_with_all_its_sites(block: type[_Block], root: str, sites: int) -> None:
@@ -209,15 +233,125 @@ class OutputHead(_Block):
         return torch.sigmoid(self.one(x)) * self.a(x)
 
 
+class LocalAttention(_Block):
+    """Every token says how those around it mix with each other, without comparing them (outlook attention)."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        weights = self.a(x)[..., :9].unflatten(-1, (3, 3)).softmax(-1)
+        windows = F.pad(self.b(x), (0, 0, 2, 0)).unfold(1, 3, 1).transpose(2, 3)
+        return (weights @ windows).mean(2)
+
+
+class WindowPooling(_Block):
+    """Windows of two tokens, each pooled into one by a softmax over its tokens."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        values, scores = self.a(x).unflatten(1, (3, 2)), self.b(x).unflatten(1, (3, 2))
+        return (values * scores.softmax(2)).sum(2)
+
+
 @pytest.mark.parametrize(
     "block",
     [
         Silu, TanhGelu, Glu, Bilinear, RmsNorm, ResponseNorm, Attention, AttentionPooling, LinearAttention, Rotary,
-        LayerScale, Mask, SoftCap, OutputHead,
+        LayerScale, Mask, SoftCap, OutputHead, LocalAttention, WindowPooling,
     ],
 )  # fmt: skip
 def test_what_only_looks_like_a_controller_is_not_found(block: type[_Block]) -> None:
     assert _candidates(block()) == ()
+
+
+def test_a_decay_is_bound_where_all_that_is_made_from_it_begins() -> None:
+    (found,) = _candidates(DrivenDecay())
+    assert found.parameters == WIDTH * WIDTH + 2 * WIDTH  # the linear map and the rate: nothing of them survives
+    (bound,) = found.coefficients
+    assert len(bound.users) == 2
+
+
+class _Hashed(_Block):
+    """Experts by a table of token ids, weighed by learned scores of the hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("experts_of", torch.randint(0, 4, (8, 2)))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        chosen = self.experts_of[ids]
+        weights = torch.sigmoid(self.four(x)).gather(-1, chosen)
+        weights = weights / weights.sum(-1, keepdim=True)
+        y: Tensor = self.out(((x[:, :, None, None] @ self.bank[chosen]).squeeze(3) * weights[..., None]).sum(2))
+        return y
+
+
+def test_indices_say_which_values_are_taken_and_are_no_path_of_their_own() -> None:
+    (found,) = _candidates(_Hashed(), torch.randn(3, TOKENS, WIDTH), torch.randint(0, 8, (3, TOKENS)))
+    assert any(node.target == "four.weight" for node in _inputs_of(found.coefficients))
+
+
+class _Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        y = torch.zeros_like(tokens)
+        for number in chosen.unique().tolist():
+            (rows,) = torch.where(chosen == number)
+            y.index_add_(0, rows, self.experts[number](tokens[rows]) * weight[rows])
+        return y
+
+
+class _LoopOverExperts(_Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = _Experts()
+
+    def mix(self, x: Tensor) -> Tensor:
+        scores = self.four(x).softmax(-1)
+        weight, chosen = scores.max(-1)
+        return self.experts(x.flatten(0, 1), chosen.flatten(), weight.view(-1, 1)).view_as(x)
+
+
+def test_what_a_part_that_cannot_be_traced_reads_beside_its_data_is_found() -> None:
+    (found,) = _candidates(_LoopOverExperts())
+    assert "unseen" in found.applies[0].name
+    assert any(node.target == "four.weight" for node in _inputs_of(found.coefficients))
+
+
+class _Category(_Block):
+    """A shift that a table holds for a category, itself or through a learned map."""
+
+    def __init__(self, mapped: bool) -> None:
+        super().__init__()
+        self.table, self.mapped = nn.Embedding(8, WIDTH), mapped
+
+    def forward(self, x: Tensor, category: Tensor) -> Tensor:
+        shift = self.table(category)
+        y: Tensor = self.out(self.b(x) + (self.a(F.relu(shift)) if self.mapped else shift)[:, None])
+        return y
+
+
+@pytest.mark.parametrize(("mapped", "count"), [(True, 1), (False, 0)])
+def test_the_table_through_which_an_input_enters_shifts_nothing(mapped: bool, count: int) -> None:
+    found = _candidates(_Category(mapped), torch.randn(3, TOKENS, WIDTH), torch.randint(0, 8, (3,)))
+    assert len(found) == count
+
+
+class _RowsFromRows(nn.Module):
+    """A map over rows, computed from the image, mixes its rows (bilinear attention)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.value, self.out = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.sigmoid(self.rows(x.mean(3, keepdim=True)))[..., 0]
+        y: Tensor = self.out(weights[:, None] @ self.value(x))
+        return y
+
+
+def test_a_matrix_from_positions_to_positions_is_attention() -> None:
+    assert _candidates(_RowsFromRows(), torch.randn(3, 3, 8, 8)) == ()
 
 
 class _Stack(nn.Module):
@@ -281,10 +415,10 @@ def test_the_command_writes_drafts_and_overwrites_none(tmp_path: Path) -> None:
     assert "exists" in again.stderr
 
 
-def _candidates(model: nn.Module):
+def _candidates(model: nn.Module, *inputs: Tensor):
     torch.manual_seed(0)
-    traced = stages.trace(model, torch.randn(3, TOKENS, WIDTH))
-    return discover(Dataflow(traced.graph_module), sample=traced.sample)
+    traced = stages.trace(model, inputs or torch.randn(3, TOKENS, WIDTH))
+    return discover(Dataflow(traced.graph_module))
 
 
 def _inputs_of(nodes):
