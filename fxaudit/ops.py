@@ -101,8 +101,9 @@ _SHAPE_ONLY = frozenset(
 _SHAPE_OF_SECOND = frozenset(["expand_as", "view_as", "reshape_as", "type_as"])
 RANDOM = frozenset(
     (
-        "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal "
-        "uniform exponential dropout native_dropout rrelu_with_noise poisson"
+        "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal normal_functional "
+        "uniform exponential geometric cauchy log_normal poisson _standard_gamma dropout native_dropout alpha_dropout "
+        "_fused_dropout rrelu_with_noise rrelu_with_noise_functional"
     ).split()
 )
 

@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fxaudit.controllers.rewrite import FrozenModel
-from fxaudit.model.trace import TracedModel, restore_state, written_inputs
+from fxaudit.model.trace import (
+    RandomStates,
+    TracedModel,
+    is_random,
+    random_states,
+    restore_state,
+    run_from,
+    written_inputs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +42,8 @@ class Segment:
 class Chain:
     """A graph in segments. Before segment i + 1 the coefficient `order[i]`, a value called `bound[i]`, is bound.
 
-    `stateful` graphs write to buffers or inputs; their replays share nothing.
+    `stateful` graphs write to buffers or inputs; their replays share nothing. Random ops draw from `states`, those of
+    the live run on the same input leaves, whatever a replay shares with others.
     """
 
     traced: TracedModel
@@ -44,9 +53,11 @@ class Chain:
     segments: tuple[Segment, ...]
     outputs: tuple[Any, ...]
     stateful: bool
+    states: RandomStates
 
     def start(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """The values before the first segment."""
+        self.states.update(random_states(self.traced, list(leaves)))
         if self.stateful:
             restore_state(self.traced.graph_module, self.traced.initial_state)
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -102,19 +113,26 @@ def _chain(
     # A coefficient is bound after the segment that computes it, so it stays until then.
     for cut, i in enumerate(arranged):
         last[cuts[i][1]] = max(last.get(cuts[i][1], 0), cut + 1)
+    states: RandomStates = {}
     return Chain(
         traced=traced,
         inputs=tuple(node.name for node in inputs),
         order=tuple(arranged),
         bound=tuple(cuts[i][1].name for i in arranged),
-        segments=tuple(_segment(traced, piece, i, last, compiled) for i, piece in enumerate(pieces)),
+        segments=tuple(_segment(traced, piece, i, last, states, compiled) for i, piece in enumerate(pieces)),
         outputs=outputs,
         stateful=bool(traced.initial_state) or written_inputs(traced.graph_module),
+        states=states,
     )
 
 
 def _segment(
-    traced: TracedModel, piece: Sequence[Node], index: int, last: Mapping[Node, int], compiled: bool
+    traced: TracedModel,
+    piece: Sequence[Node],
+    index: int,
+    last: Mapping[Node, int],
+    states: RandomStates,
+    compiled: bool,
 ) -> Segment:
     dropped = tuple(node.name for node, at in last.items() if at == index and node.op != "get_attr")
     if not piece:
@@ -134,7 +152,9 @@ def _segment(
     gives = [node for node in piece if last.get(node, -1) > index]
     graph.output(tuple(copied[node] for node in gives))
     module: Any = GraphModule(traced.graph_module, graph, class_name=f"Segment{index}").eval()
-    if compiled:
+    if any(map(is_random, piece)):
+        module = _random_segment(module, states)
+    elif compiled:
         module = torch.compile(module)
     own = {node.name for node in piece}
     return Segment(
@@ -143,6 +163,10 @@ def _segment(
         tuple(node.name for node in gives),
         tuple(name for name in dropped if name not in own),
     )
+
+
+def _random_segment(module: GraphModule, states: RandomStates) -> Callable[..., tuple[Any, ...]]:
+    return lambda *values: run_from(module, values, states)
 
 
 class Replay(Protocol):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from fxaudit import ops
@@ -175,13 +175,64 @@ def run_flat(module: nn.Module, leaves: list[Any], state: dict[str, Tensor]) -> 
 
     A graph that draws random numbers draws the same ones in every run.
     """
-    restore_state(module, state)
-    if state or written_inputs(module):
-        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    if not _is_random(module):
+    leaves = fresh_inputs(module, leaves, state)
+    if not _draws(module):
         return module(*leaves)
     with same_draws(leaves):
         return module(*leaves)
+
+
+# Of the CPU's generator, and of every GPU's.
+RandomStates = dict[str, tuple[Tensor, list[Tensor]]]
+
+
+def random_states(traced: TracedModel, leaves: list[Any]) -> RandomStates:
+    """The state of the random generator before each random op of a run on these input leaves, by the op's node.
+
+    A graph without the controllers has fewer random ops, and a part of a graph starts later: set to these states, they
+    draw the numbers of the live run (DESIGN, section 7).
+    """
+    module = traced.graph_module
+    if not _draws(module):
+        return {}
+    found: RandomStates = {}
+
+    class Recorder(Interpreter):
+        def run_node(self, n: Node) -> Any:
+            if is_random(n):
+                found[n.name] = torch.get_rng_state(), _gpu_states()
+            return super().run_node(n)
+
+    with same_draws(leaves):
+        Recorder(module).run(*fresh_inputs(module, leaves, traced.initial_state))
+    return found
+
+
+def run_from(module: GraphModule, leaves: Sequence[Any], states: RandomStates) -> tuple[Any, ...]:
+    """The output leaves of a graph whose random ops draw from the given states of the random generator."""
+
+    class Seeded(Interpreter):
+        def run_node(self, n: Node) -> Any:
+            if n.name in states:
+                cpu, gpus = states[n.name]
+                torch.set_rng_state(cpu)
+                torch.cuda.set_rng_state_all(gpus)
+            return super().run_node(n)
+
+    with torch.random.fork_rng(devices=range(len(_gpu_states()))):
+        return tuple(Seeded(module).run(*leaves))
+
+
+def _gpu_states() -> list[Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def fresh_inputs(module: nn.Module, leaves: list[Any], state: dict[str, Tensor]) -> list[Any]:
+    """Set written buffers to `state`; the input leaves, copied where the graph may write to them."""
+    restore_state(module, state)
+    if not state and not written_inputs(module):
+        return leaves
+    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 @contextlib.contextmanager
@@ -194,10 +245,13 @@ def same_draws(inputs: Any) -> Iterator[None]:
         yield
 
 
-def _is_random(module: nn.Module) -> bool:
-    return isinstance(module, GraphModule) and any(
-        node.op == "call_function" and ops.op_name(node) in ops.RANDOM for node in module.graph.nodes
-    )
+def _draws(module: nn.Module) -> list[Node]:
+    return [n for n in module.graph.nodes if is_random(n)] if isinstance(module, GraphModule) else []
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers."""
+    return node.op == "call_function" and ops.op_name(node) in ops.RANDOM
 
 
 def written_inputs(module: nn.Module) -> bool:
