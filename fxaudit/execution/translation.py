@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxaudit import ops
 from fxaudit.controllers.controller import ROOT
 from fxaudit.errors import ExportError
+from fxaudit.execution.indices import widen_indices
 from fxaudit.model.trace import TracedModel
 
 BATCH, SEQUENCE = "batch", "sequence"
@@ -168,6 +169,7 @@ def tidy(model: ir.Model, parameters: Collection[str]) -> None:
 
     onnxscript.optimizer.inline(model)
     onnxscript.optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=may_fold)
+    widen_indices(model)
     for step in (
         passes.RemoveUnusedNodesPass(),
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
