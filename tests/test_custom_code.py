@@ -1,4 +1,4 @@
-"""A Hugging Face directory with code of its own, of the form of the public MUDDPythia repositories, from the command line.
+"""A Hugging Face folder with code of its own, of the form of the public MUDDPythia repositories, and the command line.
 
 Its module must be given caches before its first call, writes into them, takes `idx`, and returns a named tuple whose
 class is made anew by each call. What the audit says is compared with the plain model that the same weights make.
