@@ -1,6 +1,7 @@
 """The exceptions of fxaudit.
 
     AuditError
+    ├── ExpectationError    1  a result is not what --expect states
     ├── UsageError          2  an option or argument that has no meaning here
     ├── LoadError           3  the model could not be loaded
     ├── TraceError          3  the model could not be traced faithfully
@@ -54,6 +55,12 @@ class AuditError(Exception):
 def _labelled(label: str, text: str) -> str:
     indent = " " * 12
     return f"  {label + ':':<10}" + text.replace("\n", "\n" + indent)
+
+
+class ExpectationError(AuditError):
+    """A result is not what the user stated that it must be."""
+
+    exit_code = 1
 
 
 class UsageError(AuditError):

@@ -12,11 +12,11 @@ from fxaudit.audit import audit as run_audit
 from fxaudit.cli.console import finite, progress, show
 from fxaudit.cli.options import (
     data_options,
-    json_option,
     model_options,
     patterns_of,
     replay_options,
     replaying_of,
+    result_options,
     subject_of,
     trace_options_of,
 )
@@ -35,7 +35,7 @@ AUDIT, REPORT = "audit.json", "report.html"
 @click.option(
     "-o", "--report", "directory", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The report."
 )
-@json_option
+@result_options
 def audit(directory: Path, as_json_: bool, calibration: str, **options: Any) -> None:
     """Audit MODEL: do its coefficients vary, does it depend on them, does the compute that runs depend on the input?
 
@@ -91,7 +91,7 @@ def report(directory: Path) -> None:
 
 
 @click.command()
-@json_option
+@result_options
 def doctor(as_json_: bool) -> None:
     """Show what is installed, what fits what, and what is missing.
 
