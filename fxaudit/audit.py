@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fxaudit import stages
 from fxaudit.controllers.rewrite import FrozenModel
-from fxaudit.errors import ExportError, ProviderError
-from fxaudit.execution.options import CPU, ExecutionOptions
+from fxaudit.errors import ExportError
 from fxaudit.model.data import DataSet, require_disjoint, special_positions
 from fxaudit.model.load import Subject
 from fxaudit.model.settings import TraceOptions
@@ -122,7 +121,6 @@ def audit(
     batch_size: int | None = None,
     limit: int | None = None,
     replaying: ReplayOptions | None = None,
-    executing: ExecutionOptions | None = None,
     seed: int = 0,
     tracing: TraceOptions | None = None,
     watch: Watch = _unwatched,
@@ -135,20 +133,15 @@ def audit(
         directory: where coefficients and ONNX files go.
         limit: use at most this many inputs of each data set.
         replaying: interventions, scopes, seeds, metric and margin.
-        executing: the provider of evidence and times, and whether times are measured.
         tracing: how the model is traced, where that is not left to fxaudit.
 
     Raises:
         NoControllerError: no pattern matches.
         DataError: data that does not fit, or calibration and evaluation data that overlap.
         SelfCheckError: identity replay is not bitwise, or counts contradict each other.
-        ProviderError: the provider asked for is not usable.
     """
     directory = Path(directory)
     replaying = replaying or ReplayOptions()
-    executing = executing or ExecutionOptions(seed=seed)
-    if executing.provider != CPU:
-        _require_usable(executing.provider)
     clock = Clock(watch)
     traced = clock.time("trace", lambda _: stages.trace(subject, seed=seed, options=tracing))
     matched = clock.time("match", lambda _: stages.match(traced, patterns, enable=enable))
@@ -175,7 +168,7 @@ def audit(
         ),
     )
     executed: ExecutionProfile = clock.time(
-        "execution", lambda _: _execute(frozen, evaluation, profile, directory / "onnx", executing)
+        "execution", lambda _: _execute(frozen, evaluation, profile, directory / "onnx")
     )
     options = {
         "batch_size": recording.store.manifest["batch_size"],
@@ -188,8 +181,6 @@ def audit(
         "scopes": list(replaying.scopes),
         "live": replaying.live,
         "compiled": replaying.compiled,
-        "provider": executing.provider,
-        "time": executing.timed,
         "interventions": list(dict.fromkeys(result.label for result in replayed.dependence.results)),
     }
     return AuditReport(
@@ -285,22 +276,11 @@ def replay(
     return Replayed(recording, identity, profile, found)
 
 
-def _require_usable(provider: str) -> None:
-    from fxaudit.execution.evidence import require_usable
-
-    require_usable(provider)
-
-
-def _execute(
-    frozen: FrozenModel, data: DataSet, calibration: CoefficientStore, directory: Path, options: ExecutionOptions
-) -> ExecutionProfile:
-    """The execution claim, or why the model could not be exported or run; a failed self-check and a provider that was
-    asked for and is not used are errors of the audit."""
+def _execute(frozen: FrozenModel, data: DataSet, calibration: CoefficientStore, directory: Path) -> ExecutionProfile:
+    """The execution claim, or why the model could not be exported; a failed self-check is an error of the audit."""
     from fxaudit.execution.verdict import unexported
 
     try:
-        return stages.execute(frozen, data, calibration, directory, inputs=EXECUTED_INPUTS, options=options)
-    except ProviderError:
-        raise
+        return stages.execute(frozen, data, calibration, directory, inputs=EXECUTED_INPUTS)
     except ExportError as error:
         return unexported(error)

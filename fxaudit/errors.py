@@ -1,6 +1,7 @@
 """The exceptions of fxaudit.
 
     AuditError
+    ├── ExpectationError    1  a result is not what --expect states
     ├── UsageError          2  an option or argument that has no meaning here
     ├── LoadError           3  the model could not be loaded
     ├── TraceError          3  the model could not be traced faithfully
@@ -9,9 +10,7 @@
     ├── SelfCheckError      5  a result contradicts what must hold
     ├── DataError           6  inputs do not fit the model
     │   └── StoreError      6  a coefficient store is damaged or belongs to something else
-    └── ExportError         7  a graph could not be exported
-        ├── RunError        7  onnxruntime could not load or run an exported graph, or died on it
-        └── ProviderError   7  a requested execution provider did not run it
+    └── ExportError         7  a graph could not be exported, or a provider is missing
 
 Each error has four parts (what failed, where, expected and found, what to do next), keeps them as attributes, and
 carries the exit code that the command line ends with.
@@ -56,6 +55,12 @@ class AuditError(Exception):
 def _labelled(label: str, text: str) -> str:
     indent = " " * 12
     return f"  {label + ':':<10}" + text.replace("\n", "\n" + indent)
+
+
+class ExpectationError(AuditError):
+    """A result is not what the user stated that it must be."""
+
+    exit_code = 1
 
 
 class UsageError(AuditError):
@@ -103,17 +108,9 @@ class StoreError(DataError):
 
 
 class ExportError(AuditError):
-    """A graph could not be exported, or not be run once it was."""
+    """A graph could not be exported, or a requested execution provider did not run it."""
 
     exit_code = 7
-
-
-class RunError(ExportError):
-    """onnxruntime could not load or run an exported graph, or died on it."""
-
-
-class ProviderError(ExportError):
-    """A requested execution provider did not run a graph, or not all of its work."""
 
 
 def nearest(word: str, known: list[str] | tuple[str, ...] | set[str] | frozenset[str]) -> str:

@@ -7,6 +7,7 @@ from fxaudit.errors import AuditError, DataError, PatternError, nearest
 
 # The exit codes that the README promises.
 EXIT_CODES = {
+    "ExpectationError": 1,
     "UsageError": 2,
     "LoadError": 3,
     "TraceError": 3,
@@ -16,8 +17,6 @@ EXIT_CODES = {
     "DataError": 6,
     "StoreError": 6,
     "ExportError": 7,
-    "RunError": 7,
-    "ProviderError": 7,
 }
 
 

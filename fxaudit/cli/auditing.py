@@ -12,19 +12,16 @@ from fxaudit.audit import audit as run_audit
 from fxaudit.cli.console import finite, progress, show
 from fxaudit.cli.options import (
     data_options,
-    execution_options,
-    json_option,
     model_options,
     patterns_of,
     replay_options,
     replaying_of,
+    result_options,
     subject_of,
     trace_options_of,
 )
 from fxaudit.controllers.pattern import library_path
 from fxaudit.errors import DataError
-from fxaudit.execution.options import ExecutionOptions
-from fxaudit.execution.providers import provider_named
 from fxaudit.report import as_text, audit_json
 
 AUDIT, REPORT = "audit.json", "report.html"
@@ -35,11 +32,10 @@ AUDIT, REPORT = "audit.json", "report.html"
 @data_options
 @click.option("--calibration", required=True, metavar="DATA", help="Other inputs, over which profiles are averaged.")
 @replay_options
-@execution_options
 @click.option(
     "-o", "--report", "directory", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The report."
 )
-@json_option
+@result_options
 def audit(directory: Path, as_json_: bool, calibration: str, **options: Any) -> None:
     """Audit MODEL: do its coefficients vary, does it depend on them, does the compute that runs depend on the input?
 
@@ -48,9 +44,6 @@ def audit(directory: Path, as_json_: bool, calibration: str, **options: Any) -> 
     from fxaudit.report import html
 
     asked = replaying_of(options)
-    executing = ExecutionOptions(
-        provider=provider_named(options["provider"]), timed=options["timed"], seed=options["seed"]
-    )
     report = run_audit(
         subject_of(options),
         options["data"],
@@ -61,7 +54,6 @@ def audit(directory: Path, as_json_: bool, calibration: str, **options: Any) -> 
         batch_size=options["batch_size"],
         limit=options["limit"],
         replaying=asked,
-        executing=executing,
         seed=options["seed"],
         tracing=trace_options_of(options),
         watch=progress,
@@ -99,7 +91,7 @@ def report(directory: Path) -> None:
 
 
 @click.command()
-@json_option
+@result_options
 def doctor(as_json_: bool) -> None:
     """Show what is installed, what fits what, and what is missing.
 

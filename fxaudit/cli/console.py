@@ -11,12 +11,21 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fxaudit.report.expectations import check_expectations
+
+# Where the options of a command leave what --expect states.
+EXPECTED = "fxaudit.expected"
+
 
 def show(as_json_: bool, data: Callable[[], dict[str, Any]], text: Callable[[Console], None]) -> None:
+    """Print a result as JSON or as text, then hold it against what was expected of it."""
+    expected = click.get_current_context().meta.get(EXPECTED, ())
+    result = data() if as_json_ or expected else {}
     if as_json_:
-        print_json(data())
+        print_json(result)
     else:
         text(stdout())
+    check_expectations(expected, finite(result))
 
 
 def stdout() -> Console:

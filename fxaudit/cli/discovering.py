@@ -9,7 +9,7 @@ import click
 
 from fxaudit import stages
 from fxaudit.cli.console import show, working
-from fxaudit.cli.options import json_option, model_options, patterns_of, traced_of
+from fxaudit.cli.options import model_options, patterns_of, result_options, traced_of
 from fxaudit.errors import UsageError
 from fxaudit.report import as_json, as_text
 
@@ -23,7 +23,7 @@ from fxaudit.report import as_json, as_text
     metavar="DIR",
     help="Draft a pattern file in DIR for each form of candidate that no pattern describes.",
 )
-@json_option
+@result_options
 def discover(directory: Path | None, as_json_: bool, **options: Any) -> None:
     """Find what may be controllers of MODEL without any pattern, from dataflow alone.
 

@@ -9,7 +9,7 @@ import click
 
 from fxaudit import stages
 from fxaudit.cli.console import show, working
-from fxaudit.cli.options import frozen_of, json_option, model_options
+from fxaudit.cli.options import frozen_of, model_options, result_options
 from fxaudit.errors import UsageError
 from fxaudit.replay.store import open_store
 from fxaudit.report import as_json, as_text
@@ -27,7 +27,7 @@ from fxaudit.report import as_json, as_text
 @click.option(
     "-o", "--onnx", "directory", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The ONNX files."
 )
-@json_option
+@result_options
 def export(form: tuple[str, ...], profile: Path | None, directory: Path, as_json_: bool, **options: Any) -> None:
     """Write MODEL as ONNX: live, bound (coefficients are inputs), baked (coefficients are calibration means).
 

@@ -10,12 +10,12 @@ import click
 
 from fxaudit import stages
 from fxaudit.audit import ReplayOptions
-from fxaudit.cli.console import working
+from fxaudit.cli.config import read_config
+from fxaudit.cli.console import EXPECTED, working
 from fxaudit.controllers.library import available_patterns
 from fxaudit.controllers.pattern import Pattern, load_pattern
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.errors import PatternError, nearest
-from fxaudit.execution.providers import PROVIDERS
 from fxaudit.model.load import Subject
 from fxaudit.model.placement import DTYPES
 from fxaudit.model.settings import ATTENTION, CODE, DECOMPOSE, EXPERTS, TraceOptions
@@ -24,6 +24,7 @@ from fxaudit.replay.intervene import parse_interventions
 from fxaudit.replay.metrics import load_metric
 from fxaudit.replay.permutations import read_permutations
 from fxaudit.replay.plan import SCOPES, parse_scopes
+from fxaudit.report.expectations import parse_expectation
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -37,7 +38,31 @@ def options_of(*options: Callable[[Command], Command]) -> Callable[[Command], Co
     return apply
 
 
-json_option = click.option("--json", "as_json_", is_flag=True, help="Print JSON on stdout instead of text.")
+def _expect(ctx: click.Context, _: click.Parameter, stated: tuple[str, ...]) -> None:
+    ctx.meta[EXPECTED] = tuple(map(parse_expectation, stated))
+
+
+result_options = options_of(
+    click.option("--json", "as_json_", is_flag=True, help="Print JSON on stdout instead of text."),
+    click.option(
+        "--expect",
+        multiple=True,
+        metavar="KEY==VALUE",
+        expose_value=False,
+        callback=_expect,
+        help="End with exit code 1 unless this holds of the result; a dotted key of the JSON, == != < <= > >=, a JSON"
+        " value or a word. May be repeated.",
+    ),
+    click.option(
+        "--config",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        is_eager=True,
+        expose_value=False,
+        callback=read_config,
+        help="A TOML file of options of this command, by their long names; those on the command line win.",
+    ),
+)
 patterns_option = click.option(
     "--patterns",
     multiple=True,
@@ -135,21 +160,6 @@ replay_options = options_of(
         help="An .npz or .safetensors file with `donors` [inputs], `positions` [inputs, tokens] and others.",
     ),
     click.option("--compile", "compiled", is_flag=True, help="Run the replayed graphs through torch.compile."),
-)
-execution_options = options_of(
-    click.option(
-        "--provider",
-        type=click.Choice(list(PROVIDERS)),
-        default="cpu",
-        show_default=True,
-        help="Where onnxruntime runs optimised graphs and takes times; FLOPs are always counted on the CPU.",
-    ),
-    click.option(
-        "--time",
-        "timed",
-        is_flag=True,
-        help="Also measure what a controller costs in time and what a static profile gains; takes a minute or more.",
-    ),
 )
 
 

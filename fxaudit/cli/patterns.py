@@ -12,11 +12,11 @@ from fxaudit.cli.console import print_json, show, stdout, working
 from fxaudit.cli.group import Group
 from fxaudit.cli.options import (
     chosen_pattern,
-    json_option,
     library_option,
     model_options,
     patterns_of,
     patterns_option,
+    result_options,
     subject_of,
 )
 from fxaudit.controllers.examples import run_example
@@ -34,7 +34,7 @@ def pattern() -> None:
 @pattern.command("list")
 @patterns_option
 @library_option
-@json_option
+@result_options
 def pattern_list(as_json_: bool, **options: Any) -> None:
     """List the patterns that are searched for: shipped, of installed packages, and your own.
 
@@ -56,7 +56,7 @@ def pattern_list(as_json_: bool, **options: Any) -> None:
 @click.argument("name")
 @patterns_option
 @library_option
-@json_option
+@result_options
 def pattern_show(name: str, as_json_: bool, **options: Any) -> None:
     """Print the pattern file NAME.
 
@@ -107,7 +107,7 @@ def pattern_new(target: str, path: Path | None, **options: Any) -> None:
 @click.argument("name", required=False)
 @patterns_option
 @library_option
-@json_option
+@result_options
 def pattern_lint(name: str | None, as_json_: bool, **options: Any) -> None:
     """Check the pattern NAME (your own with --patterns; all, without either) without a model.
 
@@ -133,7 +133,7 @@ def pattern_lint(name: str | None, as_json_: bool, **options: Any) -> None:
 @click.argument("name", required=False)
 @patterns_option
 @library_option
-@json_option
+@result_options
 def pattern_test(name: str | None, as_json_: bool, **options: Any) -> None:
     """Run the inline examples of the pattern NAME (your own with --patterns; all, without either).
 

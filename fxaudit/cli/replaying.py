@@ -13,7 +13,7 @@ from fxaudit import stages
 from fxaudit.audit import Clock, ReplayOptions
 from fxaudit.audit import replay as replay_frozen
 from fxaudit.cli.console import progress, show, working
-from fxaudit.cli.options import data_options, frozen_of, json_option, model_options, replay_options, replaying_of
+from fxaudit.cli.options import data_options, frozen_of, model_options, replay_options, replaying_of, result_options
 from fxaudit.replay.permutations import write_permutations
 from fxaudit.replay.run import bytes_needed
 from fxaudit.replay.store import open_store
@@ -32,7 +32,7 @@ from fxaudit.report import as_json, as_text, audit_json
     metavar="DIR",
     help="The store to write; one begun there is continued.",
 )
-@json_option
+@result_options
 def record(directory: Path, as_json_: bool, **options: Any) -> None:
     """Record the coefficients of MODEL on DATA into a store, and replay them from there.
 
@@ -66,7 +66,7 @@ def record(directory: Path, as_json_: bool, **options: Any) -> None:
     metavar="FILE",
     help="Where the permutations that were used go, too; --json holds them anyway.",
 )
-@json_option
+@result_options
 def replay(store: Path | None, as_json_: bool, calibration: str | None, written: Path | None, **options: Any) -> None:
     """Replay the frozen MODEL with recorded and with intervened coefficients.
 

@@ -8,13 +8,13 @@ import click
 
 from fxaudit import stages
 from fxaudit.cli.console import show, working
-from fxaudit.cli.options import chosen_pattern, json_option, model_options, patterns_of, traced_of
+from fxaudit.cli.options import chosen_pattern, model_options, patterns_of, result_options, traced_of
 from fxaudit.report import as_json, as_text
 
 
 @click.command()
 @model_options
-@json_option
+@result_options
 def trace(as_json_: bool, **options: Any) -> None:
     """Trace MODEL, find its controllers, and check that frozen equals live.
 
@@ -29,7 +29,7 @@ def trace(as_json_: bool, **options: Any) -> None:
 @click.command()
 @click.argument("pattern", metavar="PATTERN")
 @model_options
-@json_option
+@result_options
 def explain(pattern: str, as_json_: bool, **options: Any) -> None:
     """Explain where PATTERN (a name or a file) matches in MODEL, where it nearly does, and what stops it there.
 

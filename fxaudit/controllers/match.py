@@ -256,7 +256,8 @@ def _excludes(unifier: Unifier, name: str, term: Term, bindings: Bindings, layou
 def _fit_shapes(unifier: Unifier, bindings: Bindings, sizes: dict[str, Size]) -> _Fitted | None:
     """Axis sizes and axis names of all captures that have a [shape].
 
-    Alternatives are tried in order, and the first combination in which all shapes agree wins.
+    Alternatives are tried in order, and the first combination in which all shapes agree wins. Two captures that are one
+    node read its axes alike: sizes cannot tell apart axes that happen to be equally long.
     """
     tensors: list[tuple[str, Node]] = []
     for name in unifier.pattern.shapes:
@@ -281,7 +282,9 @@ def _fit_rest(
         return sizes, layouts
     (name, node), *others = tensors
     fitting, mismatch = axes.fits(unifier.pattern.shapes[name], ops.sizes(node) or (), sizes, rest)
-    for fit in fitting:
+    aliases = {other: layout for other, layout in layouts.items() if bindings[other] is node}
+    alike = [fit for fit in fitting if all(_reads_alike(fit.axes, layout) for layout in aliases.values())]
+    for fit in alike:
         found = _fit_rest(unifier, bindings, others, dict(fit.sizes), fit.rest, {**layouts, name: fit.axes})
         if found is not None:
             return found
@@ -289,7 +292,19 @@ def _fit_rest(
         known = ", ".join(f"{axis}={axes.format_size(size)}" for axis, size in sizes.items())
         template = "[shape] {} = {}" + (" where {}" if known else "")
         unifier.fail(bindings, node, 0, template, name, mismatch, known, depth=1, about=("shape", name, dict(sizes)))
+    elif not alike:
+        template = "[shape] {} names the axes of {} otherwise than {}"
+        unifier.fail(bindings, node, 0, template, name, node, " and ".join(aliases), depth=1)
     return None
+
+
+def _reads_alike(first: AxisNames, second: AxisNames) -> bool:
+    """Whether two readings of one tensor give no axis two names."""
+
+    def names(axis: tuple[str, ...]) -> bool:
+        return not any(factor in (axes.ANY, axes.REST) or factor.isdigit() for factor in axis)
+
+    return all(a == b or not (names(a) and names(b)) for a, b in zip(first, second, strict=True))
 
 
 def _over_refusal(term: Op, node: Node, layouts: Mapping[str, AxisNames]) -> str | None:

@@ -27,13 +27,13 @@ def expanded(profile: Tensor, coefficient: Coefficient, sample: Size | None, bat
         DataError: the profile does not fit.
     """
     factors = profile_factors(profile, coefficient)
-    full = [concrete_shape(_sizes(coefficient, axis), sample, batch) for axis in coefficient.axes]
+    full = [concrete_shape(coefficient_sizes(coefficient, axis), sample, batch) for axis in coefficient.axes]
     flat = [size for axis in full for size in axis]
     value = profile.reshape([size for axis in factors for size in axis]).expand(flat)
     return value.reshape([math.prod(axis) for axis in full]).contiguous()
 
 
-def _sizes(coefficient: Coefficient, axis: Sequence[str]) -> tuple[Size, ...]:
+def coefficient_sizes(coefficient: Coefficient, axis: Sequence[str]) -> tuple[Size, ...]:
     return tuple(int(name) if name.isdigit() else coefficient.sizes[name] for name in axis)
 
 
@@ -119,8 +119,8 @@ class _Builder:
     def expanded(
         self, constant: ir.Value, factors: Sequence[tuple[int, ...]], coefficient: Coefficient, sample: Size | None
     ) -> ir.Value:
-        full = [_sizes(coefficient, axis) for axis in coefficient.axes]
-        products = [_product(axis) for axis in full]
+        full = [coefficient_sizes(coefficient, axis) for axis in coefficient.axes]
+        products = [size_product(axis) for axis in full]
         if all(math.prod(p) in (1, s) for p, s in zip(factors, products, strict=True)):
             return self._node("Expand", [constant, self._shape(products, sample)], constant)
         apart = self._shape([size for axis in factors for size in axis], sample)
@@ -176,7 +176,7 @@ class _Builder:
         return result
 
 
-def _product(sizes: Sequence[Size]) -> Size:
+def size_product(sizes: Sequence[Size]) -> Size:
     product: Size = 1
     for size in sizes:
         product = product * size

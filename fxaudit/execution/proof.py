@@ -14,8 +14,6 @@ from pathlib import Path
 
 import onnx
 
-from fxaudit.ops import line_of_trace
-
 # Inputs, by position, whose values decide the shape of the output.
 _SHAPE_OPERANDS: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(["Reshape", "Expand", "Tile", "TopK", "Split", "OneHot", "Squeeze", "Unsqueeze"], (1,)),
@@ -47,13 +45,12 @@ _STANDARD = ("", "ai.onnx")
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """A node at which work begins to depend on data; `source` is the user's line that made it, where it is known."""
+    """A node at which work begins to depend on data."""
 
     node: str
     op: str
     reason: str
     module: str
-    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +116,8 @@ def prove(model: onnx.ModelProto | str | Path, tainted: Collection[str] | None =
 
 def module_scope(node: onnx.NodeProto) -> str:
     """The module path that the exporter recorded for a node; the empty string for the root or when it is lost."""
-    return scope_path(_metadata(node, "name_scopes"))
-
-
-def source_line(node: onnx.NodeProto) -> str:
-    """The user's line that made a node, as ``file:line   code``; the empty string where the exporter lost it."""
-    return line_of_trace(_metadata(node, "stack_trace"))
-
-
-def _metadata(node: onnx.NodeProto, key: str) -> str:
-    return next((p.value for p in node.metadata_props if p.key == f"pkg.torch.onnx.{key}"), "")
+    text = next((p.value for p in node.metadata_props if p.key == "pkg.torch.onnx.name_scopes"), "")
+    return scope_path(text)
 
 
 def scope_path(text: str) -> str:
@@ -165,8 +154,7 @@ class _Walk:
                 self.dependent.add(_label(node))
 
     def _root(self, node: onnx.NodeProto, reason: str) -> None:
-        found = Root(_label(node), node.op_type, reason, module_scope(node), source_line(node))
-        self.roots.setdefault(_label(node), found)
+        self.roots.setdefault(_label(node), Root(_label(node), node.op_type, reason, module_scope(node)))
 
     def _plain(self, node: onnx.NodeProto, taint: _Taint, controlled: bool) -> None:
         operands = [taint.of(name) for name in node.input]
@@ -202,7 +190,7 @@ class _Walk:
 
     def _branch(self, node: onnx.NodeProto, taint: _Taint, controlled: bool) -> None:
         decided = node.input[0] in taint.values
-        branches = [graph for _, graph in subgraphs(node)]
+        branches = _subgraphs(node)
         if decided:
             self._root(node, "which branch runs depends on input data")
         for graph in branches:
@@ -218,7 +206,7 @@ class _Walk:
 
     def _loop(self, node: onnx.NodeProto, taint: _Taint, controlled: bool) -> None:
         """A body to its fixpoint: what is carried from one step to the next may become tainted step by step."""
-        body = subgraphs(node)[0][1]
+        body = _subgraphs(node)[0]
         is_loop = node.op_type == "Loop"
         inner = taint.copy()
         # A Loop gives its body a step number, the same whatever the data, where its own first input is the trip count.
@@ -251,21 +239,8 @@ def _label(node: onnx.NodeProto) -> str:
     return node.name or f"{node.op_type}:{next((name for name in node.output if name), '')}"
 
 
-def subgraphs(node: onnx.NodeProto) -> list[tuple[str, onnx.GraphProto]]:
-    """The bodies of a control-flow node with the names of their attributes, an ``If``'s then branch first."""
-    found = [(a.name, a.g) for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
-    return sorted(found, key=lambda body: body[0] != "then_branch")
-
-
-def modules_of(graph: onnx.GraphProto, inherited: str = "") -> dict[str, str]:
-    """The module path of each node by its name; a node inside a body without one of its own has that of the outer
-    node."""
-    found: dict[str, str] = {}
-    for node in graph.node:
-        found[node.name] = module = module_scope(node) or inherited
-        for _, body in subgraphs(node):
-            found |= modules_of(body, module)
-    return found
+def _subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    return [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
 
 
 def _declared(value: onnx.ValueInfoProto) -> Sequence[int | str] | None:
@@ -281,5 +256,9 @@ def all_nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
     """All nodes of a graph and of its subgraphs."""
     for node in graph.node:
         yield node
-        for _, body in subgraphs(node):
-            yield from all_nodes(body)
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs) if attribute.type in _GRAPHS else ():
+                yield from all_nodes(inner)
+
+
+_GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)

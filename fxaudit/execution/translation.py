@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -24,10 +24,10 @@ from torch.fx import Graph, GraphModule, Node
 from fxaudit import ops
 from fxaudit.controllers.controller import ROOT
 from fxaudit.errors import ExportError
-from fxaudit.execution.translations import further_translations
+from fxaudit.execution.indices import widen_indices
 from fxaudit.model.trace import TracedModel
 
-BATCH = "batch"
+BATCH, SEQUENCE = "batch", "sequence"
 OPSET = 20
 DOMAIN = "fxaudit"
 
@@ -47,14 +47,36 @@ def barrier_op() -> Any:
     return torch.ops.fxaudit.barrier.default
 
 
-def to_onnx(traced: TracedModel, module: GraphModule, leaves: Sequence[Tensor]) -> ir.Model:
-    """The cut graph as an ONNX model with barriers, not optimised."""
+def dynamic_axes(module: GraphModule) -> tuple[dict[int, Any], ...] | None:
+    """For torch.export, the axes of each placeholder that have no fixed size; None when all have one."""
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    varying = [not isinstance((ops.sizes(node) or (0,))[0], int) for node in placeholders]
-    dynamic = tuple({0: Dim.AUTO} if v else None for v in varying) if any(varying) else None
-    named = tuple({0: BATCH} if v else None for v in varying) if any(varying) else None
+    axes = tuple(
+        {i: Dim.AUTO for i, size in enumerate(ops.sizes(node) or ()) if not isinstance(size, int)}
+        for node in placeholders
+    )
+    return axes if any(axes) else None
+
+
+def to_onnx(
+    traced: TracedModel,
+    module: GraphModule,
+    leaves: Sequence[Tensor],
+    dimensions: Sequence[Mapping[int, str]] | None,
+    opset: int = OPSET,
+) -> ir.Model:
+    """A graph as an ONNX model, its barriers kept, not optimised.
+
+    Args:
+        leaves: example inputs, of the sizes that are fixed.
+        dimensions: the names of the dynamic axes of each input; None fixes every size.
+
+    Raises:
+        ExportError: torch or onnxscript cannot express it.
+    """
+    dynamic = dynamic_axes(module) if dimensions is not None else None
+    named = tuple(dict(axes) or None for axes in dimensions or ()) if dynamic is not None else None
     program: ExportedProgram | None = None
-    translation = {barrier_op(): _onnx_barrier(), **further_translations()}
+    translation = {barrier_op(): _onnx_barrier()}
     try:
         program = torch.export.export(module, tuple(leaves), dynamic_shapes=dynamic, strict=False)
         exported = torch.onnx.export(
@@ -62,7 +84,7 @@ def to_onnx(traced: TracedModel, module: GraphModule, leaves: Sequence[Tensor]) 
             dynamo=True,
             verbose=False,
             optimize=False,
-            opset_version=OPSET,
+            opset_version=opset,
             dynamic_shapes=named,
             custom_translation_table=translation,
         )
@@ -105,11 +127,12 @@ def _inexpressible(traced: TracedModel, program: ExportedProgram | None, error: 
         cause = cause.__cause__
     text = "\n".join(chain)
     named = re.search(r"node %(\w+) .*?target=torch\.ops\.(?:aten\.)?([\w.]+)\.\w+\]", text)
-    where, op = "", ""
+    where, op, follows = "", "", named is None
     if named is not None:
         op = named[2]
         node = _node_behind(program.graph if program is not None else traced.graph, named[1], op)
         if node is not None:
+            follows = any(ops.is_symbolic_scalar(n) for n in node.all_input_nodes)
             path = ops.module_path(node)
             place = f"`{node.name}` in {path[-1] if path else ROOT}"
             where = "\n".join(part for part in (place, ops.source_line(node)) if part)
@@ -121,6 +144,7 @@ def _inexpressible(traced: TracedModel, program: ExportedProgram | None, error: 
         found=innermost,
         remedy="every claim except execution still stands; writing the op with others makes the model exportable",
         op=op,
+        follows_batch=follows,
     )
 
 
@@ -145,6 +169,7 @@ def tidy(model: ir.Model, parameters: Collection[str]) -> None:
 
     onnxscript.optimizer.inline(model)
     onnxscript.optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=may_fold)
+    widen_indices(model)
     for step in (
         passes.RemoveUnusedNodesPass(),
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),

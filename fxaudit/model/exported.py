@@ -214,7 +214,7 @@ _TEXTS: Texts = {
 _PAYLOAD_TEXTS: Texts = {("PayloadMeta", "path_name"): expressions.check_path}
 _KEYS: Texts = {
     ("PayloadConfig", "config"): expressions.check_path,
-    ("ExportedProgram", "range_constraints"): expressions.check_symbol,
+    ("ExportedProgram", "range_constraints"): expressions.check_symbolic,  # `5*s77`, too
     ("GraphModule", "treespec_namedtuple_fields"): expressions.check_path,
 }
 

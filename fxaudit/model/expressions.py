@@ -242,16 +242,6 @@ def check_argument_name(text: str) -> None:
         check_name(text)
 
 
-def check_symbol(text: str) -> None:
-    """The name of a symbol, whose number torch counts up to.
-
-    Raises:
-        NotUnderstood: other letters, or a number too large to count to.
-    """
-    if not _SYMBOL.fullmatch(text):
-        raise NotUnderstood(f"the symbol `{text[:60]}`")
-
-
 def check_path(text: str) -> None:
     """The name of a parameter or module, which becomes part of generated code.
 

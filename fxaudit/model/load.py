@@ -36,7 +36,7 @@ _PURPOSE = Purpose(LoadError, "model", "a module, or a module and its example in
 _PREPARE = Purpose(
     LoadError,
     "function",
-    "the module, or None",
+    "the module, the module and its example inputs, or None",
     "path/to/file.py:function or package.module:function",
     takes="the module",
 )
@@ -107,7 +107,7 @@ def load(
             .npz or .pt file.
         window: the number of tokens of each example input, for models that take token ids.
         prepare: ``file.py:function``, called on the module before its first forward call; what it returns, if anything,
-            takes the place of the module.
+            takes the place of the module; it may bring example inputs as well, as ``(module, inputs)``.
         dtype: float32, bfloat16, float16 or float64, for the floating point weights and example inputs.
         device: cpu, cuda, cuda:N or meta. On meta nothing is allocated where the model can be built so.
         trust_pickle: unpickle MODEL even if it names code.
@@ -147,10 +147,11 @@ def load(
         if weights is not None:
             load_weights(module, Path(weights))
         module = place(module, placement)
+        own = built.inputs
         if prepare is not None:
-            module = _prepared(module, prepare)
+            module, own = _prepared(module, own, prepare)
         if inputs is None:
-            inputs = built.inputs() if callable(built.inputs) else built.inputs
+            inputs = own() if callable(own) else own
         elif isinstance(inputs, str | Path):
             inputs = read_inputs(Path(inputs))
         made = subject(module, inputs, source=model, seed=seed, widen=not built.is_exported)
@@ -190,16 +191,19 @@ def _placed(made: Subject, placement: Placement) -> Arguments:
     return map_tensors(put, made.arguments)
 
 
-def _prepared(module: nn.Module, function: str) -> nn.Module:
+def _prepared(module: nn.Module, inputs: Any, function: str) -> tuple[nn.Module, Any]:
+    """The prepared module, and its example inputs: those that the function brings, else `inputs`."""
     made = call_function(function, _PREPARE, module)
+    if isinstance(made, tuple) and len(made) == 2:
+        made, inputs = made
     if made is None or isinstance(made, nn.Module):
-        return module if made is None else made
+        return module if made is None else made, inputs
     raise LoadError(
         f"{function} did not return a module",
         where=function,
-        expected="the module that it was given, another one, or None",
+        expected="the module that it was given, another one, either with example inputs, or None",
         found=f"{type(made).__module__}.{type(made).__name__}",
-        remedy="return the prepared module, or nothing",
+        remedy="return the prepared module, (module, inputs), or nothing",
     )
 
 

@@ -31,6 +31,8 @@ class TraceOptions:
         code: which code is traced where a model has one for eager mode and one for export, one of `CODE`.
         decompose: fused ops to trace as their parts: ``lstm`` unrolls LSTM and GRU layers into their gates.
         dynamic_sequence: trace the axes after the first with any size, too, where the model allows it.
+        fixed_batch: trace the number of inputs that the example has, and no other; so for models that keep something of
+            each input in buffers of one size, which are found out.
     """
 
     attention: str | None = None
@@ -38,6 +40,7 @@ class TraceOptions:
     code: str | None = None
     decompose: tuple[str, ...] = ()
     dynamic_sequence: bool = False
+    fixed_batch: bool = False
 
 
 @contextlib.contextmanager

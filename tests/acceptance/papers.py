@@ -29,6 +29,35 @@ def image(kind, *args, size: int = 32, **options) -> Build:
     return lambda: (calibrated(kind(*args, **options), size), images(size))
 
 
+@torch.no_grad()
+def skipnet() -> tuple[nn.Module, Inputs]:
+    """SkipNet whose gate, all but constant when it is initialised, decides one way for some images, else for others."""
+    module, inputs = image(skipping.SkipNet, size=16)()
+    gate = module.gate
+    gate.project.weight.mul_(10)
+    for parameter in gate.rnn.parameters():
+        parameter.mul_(4)
+    logits: list[torch.Tensor] = []
+    handle = gate.proj.register_forward_hook(lambda _, __, output: logits.append(output))
+    module(*images(16, batch=16))
+    handle.remove()
+    gate.proj.bias.sub_(torch.cat(logits).median())
+    return module, inputs
+
+
+@torch.no_grad()
+def adaptive_inference() -> tuple[nn.Module, Inputs]:
+    """ConvNet-AIG, each gate of which opens for about half of the images that reach it."""
+    module, inputs = image(skipping.ConvNetAIG, size=16)()
+    for block in module.blocks:
+        logits: list[torch.Tensor] = []
+        handle = block.fc2.register_forward_hook(lambda _, __, output, seen=logits: seen.append(output))
+        module(*images(16, batch=16))
+        handle.remove()
+        block.fc2.bias[1] -= (logits[0][:, 1] - logits[0][:, 0]).median()
+    return module, inputs
+
+
 def diffusion(depth: int) -> Build:
     def build() -> tuple[nn.Module, Inputs]:
         g = torch.Generator().manual_seed(1)
@@ -174,13 +203,11 @@ PAPERS = [
         modules={"mod-router": "DepthRouter"},
         source="every other block",
     ),
-    Row(
-        "G10", "SkipNet", image(skipping.SkipNet, size=16), {"mod-router": 3}, source="one for each block but the first"
-    ),
+    Row("G10", "SkipNet", skipnet, {"mod-router": 3}, source="one for each block but the first"),
     Row(
         "G10",
         "ConvNet-AIG",
-        image(skipping.ConvNetAIG, size=16),
+        adaptive_inference,
         {"mod-router": 4},
         modules={"mod-router": "AIGBlock"},
         source="one for each block",

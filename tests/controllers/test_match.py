@@ -105,6 +105,41 @@ def test_a_rest_is_the_same_in_all_shapes():
     assert find(pattern(GATE, shape=shape), build, node).matches == ()
 
 
+TURNED = """
+gate        = sigmoid(linear(input))
+turned      = transpose(gate)
+coefficient = turned | gate
+apply       = value * coefficient
+"""
+EITHER_WAY = {
+    "shape": {"turned": "batch feature token", "coefficient": "batch token feature | batch feature token"},
+    "axes": {"batch": "sample", "token": "position", "feature": "unit"},
+}
+
+
+@pytest.mark.parametrize("is_turned", [True, False])
+def test_two_names_of_one_node_read_its_axes_alike_where_sizes_cannot_tell(is_turned):
+    build = Build()
+    coefficient = build("sigmoid", build.linear(build.input(2, 4, 4), 4))
+    if is_turned:
+        coefficient = build("transpose.int", coefficient, 1, 2)
+    node = build.mul(build.input(2, 4, 4), coefficient)
+    (found,) = find(pattern(TURNED, **EITHER_WAY), build, node).matches
+    expected = (("batch",), ("feature",), ("token",)) if is_turned else (("batch",), ("token",), ("feature",))
+    assert found.layouts["coefficient"] == expected
+
+
+def test_names_of_one_node_that_cannot_read_it_alike_are_a_miss_that_says_so():
+    build = Build()
+    gate = build("sigmoid", build.linear(build.input(2, 4, 4), 4))
+    node = build.mul(build.input(2, 4, 4), build("transpose.int", gate, 1, 2))
+    shape = {"turned": "batch feature token", "coefficient": "batch token feature"}
+    result = find(pattern(TURNED, **(EITHER_WAY | {"shape": shape})), build, node)
+    assert result.matches == ()
+    assert "[shape] coefficient names the axes of" in result.near_misses[0].reason
+    assert "otherwise than turned" in result.near_misses[0].reason
+
+
 # --- over -----------------------------------------------------------------------------------------------------------
 
 

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 import fxaudit
 from fxaudit.controllers.controller import Coefficient, Domain
 from fxaudit.errors import DataError, ExportError
-from fxaudit.execution import export
 from fxaudit.execution.baking import expanded, expanded_all
-from fxaudit.execution.export import export_graphs
+from fxaudit.execution.export import export_graphs, files
+from fxaudit.execution.export.exported import GRAPHS
+from fxaudit.model.settings import TraceOptions
 
 WIDTH = 16
 
@@ -274,12 +275,91 @@ def test_a_profile_that_does_not_fit_is_refused(tmp_path, shared):
         export_graphs(model, tmp_path, {**exported.profile, key: torch.ones(1, 1, WIDTH, dtype=torch.float64)})
 
 
-def test_large_weights_go_to_a_file_beside_the_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "_INLINE_BYTES", 0)
+@pytest.fixture
+def external(tmp_path, monkeypatch):
+    """An export whose weights are too large for the graphs, by a lowered limit."""
+    monkeypatch.setattr(files, "INLINE_BYTES", 0)
     model = frozen(SharedGate, (x(),))
-    exported = export_graphs(model, tmp_path)
-    assert (tmp_path / "live.onnx.data").exists()
+    return model, export_graphs(model, tmp_path, first_profile(model, lambda v: v[:1, :1]))
+
+
+def test_large_weights_lie_once_in_a_file_that_all_graphs_share(external):
+    model, exported = external
+    folder = exported.live.parent
+    assert exported.external == folder / "weights.data"
+    assert {path.name for path in folder.iterdir()} == {*(f"{g}.onnx" for g in GRAPHS), "weights.data"}
+    places: dict[str, set[tuple[str, str]]] = {}
+    for path in exported.paths.values():
+        for tensor in onnx.load(path, load_external_data=False).graph.initializer:
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                entry = {e.key: e.value for e in tensor.external_data}
+                places.setdefault(tensor.name, set()).add((entry["location"], entry["offset"]))
+    linear = {f"{name}.weight" for name in ("gate.linear", "first", "second")}
+    assert places.keys() == linear
+    assert all(len(found) == 1 for found in places.values())
+    assert exported.external.stat().st_size == 3 * WIDTH * WIDTH * 4
     assert_close(run(exported.live, x=x())["output"], model.live(x()).output)
+
+
+def test_graphs_that_share_their_weights_compute_what_graphs_of_their_own_compute(external, shared):
+    for form in ("live", "baked"):
+        ours, theirs = (run(exported.paths[form], x=x())["output"] for _, exported in (external, shared))
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_only_the_graphs_that_are_asked_for_are_written(tmp_path):
+    exported = export_graphs(frozen(SharedGate, (x(),)), tmp_path, graphs=("bound",))
+    assert [path.name for path in tmp_path.iterdir()] == ["bound.onnx"]
+    assert (list(exported.paths), list(exported.programs)) == (["bound"], ["bound"])
+    assert {parameter.bytes for parameter in exported.removed_parameters} == {4 * WIDTH * WIDTH, 4 * WIDTH}
+
+
+@pytest.mark.parametrize("opset", [18, 23])
+def test_the_opset_can_be_chosen(tmp_path, opset):
+    model = frozen(SharedGate, (x(),))
+    exported = export_graphs(model, tmp_path, graphs=("live",), opset=opset)
+    assert [entry.version for entry in onnx.load(exported.live).opset_import] == [opset]
+    assert_close(run(exported.live, x=x())["output"], model.live(x()).output)
+
+
+def test_a_dynamic_sequence_keeps_its_name_and_takes_other_lengths(tmp_path):
+    torch.manual_seed(0)
+    traced = fxaudit.trace(SharedGate().eval(), (x(),), options=TraceOptions(dynamic_sequence=True))
+    model = fxaudit.freeze(traced)
+    exported = export_graphs(model, tmp_path)
+    for path in (exported.live, exported.bound):
+        shape = onnx.load(path).graph.input[0].type.tensor_type.shape.dim
+        assert [d.dim_param or d.dim_value for d in shape] == ["batch", "sequence", WIDTH]
+    longer = torch.randn(2, 9, WIDTH)
+    assert_close(run(exported.live, x=longer)["output"], model.live(longer).output)
+
+
+class BatchedGroups(nn.Module):
+    """A kernel for each input, as in CondConv: all inputs in one convolution with as many groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 4), nn.Parameter(torch.randn(4, WIDTH * WIDTH) / 4)
+
+    def forward(self, x):
+        weight = torch.sigmoid(self.gate(x.mean((2, 3)))) @ self.experts
+        weight = weight.reshape(-1, WIDTH, 1, 1)
+        return F.conv2d(x.reshape(1, -1, 5, 5), weight, groups=x.shape[0]).reshape(x.shape)
+
+
+def test_groups_that_follow_the_batch_are_exported_for_one_input_at_a_time(tmp_path):
+    image = torch.randn(2, WIDTH, 5, 5)
+    model = frozen(BatchedGroups, (image,))
+    assert model.traced.is_batch_dynamic
+    exported = export_graphs(model, tmp_path, first_profile(model, lambda v: v[:1]))
+    assert (exported.batch, exported.fixed_batch) == (None, 1)
+    assert [finding.kind for finding in exported.findings] == ["static-batch-export"]
+    other = torch.randn(1, WIDTH, 5, 5)
+    for path, wanted in (
+        (exported.live, model.live(other).output),
+        (exported.baked, model(other, coefficients=exported.profile)),
+    ):
+        assert_close(run(path, **{names(path)[0][0]: other})["output"], wanted)
 
 
 PATTERN = """

@@ -14,7 +14,6 @@ from fxaudit.model.expressions import (
     check_operator,
     check_path,
     check_structure,
-    check_symbol,
     check_symbolic,
     check_text,
 )
@@ -246,7 +245,7 @@ def test_anything_else_is_no_operator(text):
         (check_path, ["", "layers.0.weight", "a-b.c@1"], ["a'b", 'a"b', "a b", "a\\b", "a\n", "a(b)"]),
         (check_text, ["bij,bjk->bik", "tanh", ""], ["a'b", 'a"b', "a\\b", "a\nb", "\x1b[2J"]),
         (check_note, ['File "a.py", line 1\n\tx = y', ""], ["\x1b[2J", "a\x00"]),
-        (check_symbol, ["s0", "u12", "zuf3"], ["", "s", "s0.1", "s9999999", "S0", "s0 "]),
+        (check_symbolic, ["s0", "u12", "zuf3", "5*s77"], ["", "s", "s0.1", "s9999999", "S0", "s0.x", "s0()"]),
     ],
 )
 def test_a_text_stays_within_what_its_place_allows(check, good, bad):

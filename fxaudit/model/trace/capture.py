@@ -71,7 +71,7 @@ def captures(subject: Subject, options: TraceOptions) -> Iterator[Captured]:
                 continue
             count += 1
             settings = {} if name == "eager" else {"code": "export"}
-            findings = _batch_findings(subject, dimensions, dynamic)
+            findings = _batch_findings(options, dimensions, dynamic)
             yield Captured(program, "torch.export", settings, findings, round=turn)
     if count:
         return
@@ -116,7 +116,7 @@ def _dimensions(subject: Subject, options: TraceOptions) -> list[Any]:
     One symbol first: two towers that meet late, or never, still have one input axis. Where the model relates their
     sizes in another way that is refused, and each input gets a symbol of its own.
     """
-    if batch_of(subject.arguments) is None:
+    if batch_of(subject.arguments) is None or options.fixed_batch:
         return [None]
     if options.dynamic_sequence:
         return [(Dim("batch"), Dim.AUTO), (Dim.AUTO, Dim.AUTO), (Dim("batch"), None), (Dim.AUTO, None), None]
@@ -149,12 +149,15 @@ def _parameter_names(module: nn.Module, count: int) -> list[str]:
     return [p.name for p in positional[:count]]
 
 
-def _batch_findings(subject: Subject, dimensions: Any, failure: Exception | None) -> tuple[Finding, ...]:
+def _batch_findings(options: TraceOptions, dimensions: Any, failure: Exception | None) -> tuple[Finding, ...]:
     if dimensions is not None:
         return ()
-    reason = (
-        "the inputs share no first axis" if failure is None else f"tracing with any batch failed: {first_line(failure)}"
-    )
+    if options.fixed_batch:
+        reason = "the model writes to buffers that are made for it"
+    elif failure is None:
+        reason = "the inputs share no first axis"
+    else:
+        reason = f"tracing with any batch failed: {first_line(failure)}"
     return (Finding("static-batch", f"the graph takes only the traced batch size; {reason}"),)
 
 
@@ -175,7 +178,7 @@ def _any_export(
                 for patch in (eager_answers, unmoved_modules, *patches):
                     stack.enter_context(patch())
                 return _export(subject.module, subject.arguments, dimensions), _batch_findings(
-                    subject, dimensions, failure
+                    options, dimensions, failure
                 )
         except Exception as error:
             if dimensions is None or isinstance(error, _FINAL):

@@ -7,6 +7,7 @@ functional and leaves `linear`, `conv2d`, `softplus` and `einsum` whole.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter
@@ -19,8 +20,8 @@ from torch.fx import Node
 
 from fxaudit import ops
 from fxaudit.errors import TraceError
-from fxaudit.model.compare import compare
-from fxaudit.model.inputs import tensors_of
+from fxaudit.model.compare import compare, same_bits
+from fxaudit.model.inputs import batch_of, resampled, tensors_of
 from fxaudit.model.load import Subject
 from fxaudit.model.settings import TraceOptions, exact_numerics, quiet_torch, traceable
 from fxaudit.model.state import ModuleState, remember, set_back, set_back_buffer_objects, set_back_buffers
@@ -54,7 +55,9 @@ def trace(subject: Subject, *, seed: int = 0, options: TraceOptions | None = Non
         try:
             with quiet_torch():
                 warmed = _warm_up(subject, cold) if _has_values(subject) else [_NO_VALUES]
+                fixed = _has_values(subject) and _fixes_batch(subject, cold)
             warm = remember(module)
+            options = dataclasses.replace(options, fixed_batch=options.fixed_batch or fixed)
             traced = _most_faithful(subject, options, settings, seed)
         finally:
             left_behind = _set_back(subject, cold, warm, before)
@@ -88,6 +91,28 @@ def _warm_up(subject: Subject, state: ModuleState) -> list[Finding]:
         ": it keeps state; what is traced is a later call"
     )
     return [Finding("cold-call", text)]
+
+
+def _fixes_batch(subject: Subject, cold: ModuleState) -> bool:
+    """Whether a model that writes to its buffers refuses more inputs than the example has.
+
+    Buffers that keep something of each input are made for one batch, and no guard of the graph says so.
+    """
+    count = batch_of(subject.arguments)
+    now = remember(subject.module)
+    kept = [name for name in cold.buffers if name in now.buffers]
+    if count is None or all(same_bits(cold.buffers[name], now.buffers[name]) for name in kept):
+        return False
+    try:
+        for batch in (count + 1, 2 * count):
+            set_back_buffers(subject.module, cold)
+            with contextlib.suppress(TraceError):
+                run_eager(subject, resampled(subject.arguments, batch, batch))
+                return False
+        return True
+    finally:
+        set_back(subject.module, now)
+        set_back_buffers(subject.module, now)
 
 
 def _set_back(subject: Subject, cold: ModuleState, warm: ModuleState, fingerprint: str) -> list[Finding]:
