@@ -15,6 +15,7 @@ from fxaudit.model.settings import exact_numerics
 from fxaudit.model.trace import Finding, run_flat
 from fxaudit.provenance import environment, json_digest, tensor_digest
 from fxaudit.replay import store
+from fxaudit.replay.coupling import ROUNDING, coupling
 from fxaudit.replay.store import CoefficientStore
 
 Progress = Callable[[int, int], None]
@@ -84,6 +85,7 @@ def _record(
             outputs, values = frozen.run_tapped(leaves)
             if done == 0:
                 findings += _live_findings(frozen, leaves, outputs)
+                findings += _coupling_findings(frozen, data, leaves, batch_size)
             tensors = {c.key: store.to_samples(v, c, batch.size) for c, v in zip(recorded, values, strict=True)}
             strides = {c.key: v.stride() for c, v in zip(recorded, values, strict=True)}
             writer.write(batch, tensors, strides, _digest(outputs))
@@ -199,6 +201,31 @@ def _live_findings(frozen: FrozenModel, leaves: list[Any], tapped: tuple[Any, ..
             remedy="please report this model",
         )
     return findings
+
+
+def _coupling_findings(frozen: FrozenModel, data: DataSet, leaves: list[Any], size: int) -> list[Finding]:
+    """What a reader must know of a model that couples inputs.
+
+    Raises:
+        DataError: the last batch would have to be padded.
+    """
+    changed = coupling(frozen, data, leaves, size)
+    if changed <= ROUNDING:
+        return []
+    if data.count % size:
+        divisors = [n for n in range(size, 0, -1) if data.count % n == 0]
+        raise DataError(
+            f"{frozen.traced.subject.source} couples the inputs of a batch, and {data.count} inputs leave a batch of"
+            f" {size} incomplete",
+            expected=f"a number of inputs that {size} divides: padding would change the others",
+            found=f"{data.count} inputs; other inputs in the batch change an output by {changed:.2g} of the largest",
+            remedy=f"--batch-size {divisors[0]}, or --limit {data.count - data.count % size}",
+        )
+    text = (
+        f"what one input gives depends on the others in its batch, by up to {changed:.2g} of the largest output;"
+        f" effects hold for batches of {size} in this order"
+    )
+    return [Finding("coupled-inputs", text)]
 
 
 def _digest(outputs: tuple[Any, ...]) -> str:
