@@ -183,6 +183,11 @@ class Discovery:
         """The candidates that no pattern describes."""
         return tuple(candidate for candidate in self.candidates if candidate.claimed_by is None)
 
+    def undrafted(self, drafts: Collection[Draft]) -> tuple[Candidate, ...]:
+        """The candidates that neither a pattern nor any of `drafts` describes in full."""
+        covered = {node for draft in drafts for node in draft.covers}
+        return tuple(candidate for candidate in self.unclaimed if not covered.issuperset(candidate.coefficients))
+
 
 def discover(
     model: Matched | TracedModel | Subject | nn.Module | str,
@@ -208,7 +213,8 @@ def discover(
 def draft_discovered(discovery: Discovery) -> tuple[Draft, ...]:
     """Pattern files for the candidates that no pattern describes: one for each form and coefficient of it.
 
-    Candidates that one pattern does not cover are left out; a draft says what else it matches.
+    A draft says which coefficients it covers and what else it matches. For a form that one pattern does not cover there
+    is none.
     """
     traced = discovery.matched.traced
     dataflow = Dataflow(traced.graph_module)
@@ -220,7 +226,8 @@ def draft_discovered(discovery: Discovery) -> tuple[Draft, ...]:
         for coefficients in zip(*(candidate.coefficients for candidate in alike), strict=False):
             step = alike[0].module.rpartition(".")[2].replace("_", "-").lower()
             name = f"draft-{len(drafts) + 1}-{step}" if step.replace("-", "").isalnum() else f"draft-{len(drafts) + 1}"
-            drafted = scaffold_for(name, coefficients, dataflow, traced.sample)
+            applies = [apply for candidate in alike for apply in candidate.applies]
+            drafted = scaffold_for(name, coefficients, applies, dataflow, traced.sample)
             if drafted is not None:
                 drafts.append(drafted)
     return tuple(drafts)

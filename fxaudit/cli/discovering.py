@@ -34,8 +34,8 @@ def discover(directory: Path | None, as_json_: bool, **options: Any) -> None:
     patterns = [] if options["no_library"] and not options["patterns"] else patterns_of(options)
     with working("looking for controllers"):
         discovery = stages.discover(traced, patterns=patterns, enable=options["enable"])
-        drafts = stages.draft_discovered(discovery) if directory is not None else ()
-    if directory is not None:
+        drafts = stages.draft_discovered(discovery) if directory is not None else None
+    if directory is not None and drafts is not None:
         directory.mkdir(parents=True, exist_ok=True)
         for drafted in drafts:
             path = directory / f"{drafted.name}.toml"
@@ -51,5 +51,5 @@ def discover(directory: Path | None, as_json_: bool, **options: Any) -> None:
     show(
         as_json_,
         lambda: as_json.discover(discovery, drafts),
-        lambda console: as_text.discover(discovery, drafts, directory, console),
+        lambda console: as_text.discover(discovery, drafts or (), directory, console),
     )

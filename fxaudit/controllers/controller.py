@@ -245,7 +245,7 @@ def _controller(
         cone=frozenset(cone),
         parameters=count_parameters(dataflow.module, cone),
         leaks=tuple(_leaks(group, cone, dataflow)),
-        intervene=pattern.intervene,
+        intervene=pattern.intervene.at(ops.op_name(match.apply)),
         family_class=family_class,
         is_audited=is_audited,
         is_discrete=structure.is_discrete(dataflow, match.bound, match.apply),

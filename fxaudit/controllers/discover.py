@@ -120,10 +120,11 @@ def _products(node: Node, paths: Paths) -> Iterator[_Site]:
     sides = [side for side in sides if not paths.pools_positions(side)]
     bounded = [side for side in sides if paths.is_bounded(side)]
     narrow = [side for side in sides if paths.is_narrow(side, node)]
-    static = any(not paths.dataflow.is_dynamic(side) for side in operands)
+    static = [side for side in operands if not paths.dataflow.is_dynamic(side)]
     if static:
-        # A parameter that scales is no apply site; a bank or bias that a narrow gate scales is one (T10).
-        chosen = [side for side in bounded if side in narrow]
+        # A parameter that scales is no apply site; a bank or bias that a narrow gate scales is one (T10). What is made
+        # from sizes alone, such as an identity matrix, only lays the coefficient out.
+        chosen = [side for side in bounded if side in narrow and all(map(paths.is_stored, static))]
     elif bounded:
         chosen = [side for side in bounded if side in narrow] or _gates(bounded)
     elif len(narrow) == 1 and not paths.is_statistic(narrow[0]) and not _is_written_out(node, narrow[0], paths):

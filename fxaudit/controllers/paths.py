@@ -170,10 +170,19 @@ class Paths:
         """T4: whether a node is squashed on every way from its sources; a clamp counts when it leaves [0, 1]."""
         return node in self._bounded
 
+    def is_stored(self, node: Node) -> bool:
+        """Whether a node is made from a parameter or buffer of the model."""
+        return any(source.op == "get_attr" for source in self.dataflow.walk_back([node], self.dataflow.is_dynamic))
+
+    def is_looked_up(self, node: Node) -> bool:
+        """Whether a node is rows of a learned table, in any layout: an embedding, or the weights of a chosen expert."""
+        source = self.above_layout(node)
+        return ops.op_name(source) in _LOOK_UPS and self.dataflow.is_learned_op(source)
+
     def is_encoding(self, node: Node) -> bool:
         """Whether a node is what a table holds for an input, in any layout: how that input enters the model."""
         source = self.above_layout(node)
-        if ops.op_name(source) not in _LOOK_UPS or not self.dataflow.is_learned_op(source):
+        if not self.is_looked_up(node):
             return False
         ids = [operand for operand in self.dataflow.operands(source) if self.dataflow.is_dynamic(operand)]
         return all(self._sources.get(self.above_layout(one), 0) & self._learned == 0 for one in ids)
@@ -224,7 +233,7 @@ class Paths:
     def mixes_at_each_position(self, side: Node, node: Node) -> bool:
         """Whether a contraction mixes few values separately at each position, with weights from one source."""
         whole, sizes = ops.sizes(node) or (), ops.sizes(side) or ()
-        if self._sources[side].bit_count() != 1 or len(whole) < 3 or self.is_encoding(side):
+        if self._sources[side].bit_count() != 1 or len(whole) < 3 or self.is_looked_up(side):
             return False
         batch = frozenset().union(*(self.roles.holds(node, dim) for dim in range(len(whole) - 2)))
         if any(self.roles.is_spread(side, dim) for dim in (-2, -1)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ TAPS = ("scores",)
 # on, and audited elsewhere; counted, never audited.
 DEFAULT, OPT_IN, REPORT_ONLY, EXTERNAL, DETECT_ONLY = "default", "opt-in", "report-only", "external", "detect-only"
 FAMILY_CLASSES = (DEFAULT, OPT_IN, REPORT_ONLY, EXTERNAL, DETECT_ONLY)
+# A neutral value that the apply site decides: 1 where the coefficient multiplies, 0 where it is added.
+BY_APPLY = "by-apply"
 # Domains that a range or a sum does not tell: what a decay is averaged as, and what stays so when it is averaged.
 DOMAINS = ("log-decay", "doubly-stochastic")
 # Structural tests that a family outside the default set may waive, since failing them is why it is outside.
@@ -50,7 +52,8 @@ class Intervene:
 
     `axes` gives each axis name its role. `coupled` are captures that travel with the coefficient and are bound together
     with it, save those in `optional` that a member lacks; `taps` are captures that are recorded beside it and never
-    bound. `low` and `high` bound its values; along `simplex_axis` they sum to `simplex_sum`.
+    bound. `low` and `high` bound its values; along `simplex_axis` they sum to `simplex_sum`. Where the family's members
+    multiply or add, `is_neutral_by_apply`, and `at` says which neutral value a member has.
     """
 
     axes: Mapping[str, str]
@@ -67,6 +70,14 @@ class Intervene:
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     neutrals: Mapping[str, float] = field(default_factory=dict)
     domains: Mapping[str, str] = field(default_factory=dict)
+    is_neutral_by_apply: bool = False
+
+    def at(self, apply: str) -> Intervene:
+        """The same for one member, whose apply site is an op called `apply`."""
+        if not self.is_neutral_by_apply:
+            return self
+        adds = apply in ("add", "sub")
+        return replace(self, acts="add" if adds else "multiply", neutral=0.0 if adds else 1.0)
 
     def range_of(self, name: str) -> tuple[float, float] | None:
         """The lowest and highest value of a bound capture, None where the pattern states none."""
@@ -361,7 +372,9 @@ class _Reader(Document):
                 self.check_bound(name, shapes, roles)
         bound = ("coefficient", *coupled)
         ranges = {name: self.bounds(value) for name, value in self.by_capture("range", table, bound)}
-        neutrals = {name: self.number("neutral", value) for name, value in self.by_capture("neutral", table, bound)}
+        by_apply = table.get("neutral") == BY_APPLY
+        given = {**table, "neutral": None} if by_apply else table
+        neutrals = {name: self.number("neutral", value) for name, value in self.by_capture("neutral", given, bound)}
         domains = dict(self.by_capture("domain", table, bound))
         for domain in domains.values():
             if domain not in DOMAINS:
@@ -388,6 +401,7 @@ class _Reader(Document):
             ranges=ranges,
             neutrals=neutrals,
             domains=domains,
+            is_neutral_by_apply=by_apply,
         )
 
     def by_capture(self, key: str, table: Mapping[str, Any], bound: tuple[str, ...]) -> list[tuple[str, Any]]:
@@ -408,7 +422,8 @@ class _Reader(Document):
 
     def number(self, key: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(f"`{key}` has the wrong type", key, "a number", repr(value))
+            wanted = f'a number, or "{BY_APPLY}"' if key == "neutral" else "a number"
+            raise self.error(f"`{key}` has the wrong type", key, wanted, repr(value))
         return float(value)
 
     def bounds(self, value: Any) -> tuple[float, float]:

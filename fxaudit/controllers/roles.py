@@ -83,6 +83,8 @@ class AxisRoles:
         if name in ("linear", "embedding"):
             kept = axes[:-1] if name == "linear" else self.axes(operands[-1])
             return (*_resized(kept, sizes[: len(kept)]), _axis(sizes[-1], UNIT))
+        if name == "index":
+            return self._indexed(node, axes)
         if name in _CONVOLUTIONS and len(sizes) > 2:
             spatial = tuple(_axis(size, POSITION) for size in sizes[2:])
             return (*_resized(axes[:1], sizes[:1]), _axis(sizes[1], UNIT), *spatial)
@@ -100,6 +102,14 @@ class AxisRoles:
             inner = axes[1] if window is None else (*axes[1], Factor(window, frozenset([WINDOW])))
             return (*axes[:1], inner, _axis(sizes[2], POSITION))
         return self._dropped(node, axes, sizes)
+
+    def _indexed(self, node: Node, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """The axes of one index tensor in the place of the axis that it selects from."""
+        chosen = [(dim, ids) for dim, ids in enumerate(node.args[1]) if isinstance(ids, Node)]  # type: ignore[arg-type]
+        if len(chosen) != 1:
+            return ()
+        dim, ids = chosen[0]
+        return (*axes[:dim], *self.axes(ids), *axes[dim + 1 :])
 
     def _dropped(self, node: Node, axes: tuple[Axis, ...], sizes: tuple[Size, ...]) -> tuple[Axis, ...]:
         """What a reduction, a selection or one piece of a split leaves of its operand's axes."""

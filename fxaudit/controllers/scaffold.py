@@ -61,23 +61,26 @@ def scaffold(name: str, target: str, dataflow: Dataflow, sample: Size | None) ->
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The text of a pattern file for given coefficients; `beyond` are coefficients that it also matches."""
+    """The text of a pattern file for the coefficients in `covers`; `beyond` are coefficients that it also matches."""
 
     name: str
     text: str
+    covers: tuple[Node, ...]
     beyond: tuple[Node, ...]
 
 
-def scaffold_for(name: str, coefficients: Collection[Node], dataflow: Dataflow, sample: Size | None) -> Draft | None:
+def scaffold_for(
+    name: str, coefficients: Collection[Node], applies: Collection[Node], dataflow: Dataflow, sample: Size | None
+) -> Draft | None:
     """A pattern file called `name` that matches at all of `coefficients` and, where that is possible, nowhere else.
 
-    The exact computation of the first coefficient is written down, narrowed by its module path where that is too wide.
-    None where one pattern does not cover them all.
+    The exact computation of the first coefficient, and its way to one of `applies`, is written down, narrowed by its
+    module path where that is too wide. None where one pattern does not cover them all.
     """
     wanted = set(coefficients)
     first = min(wanted, key=dataflow.order.__getitem__)
     best: Draft | None = None
-    for apply in _applies_behind(first):
+    for apply in dict.fromkeys((*_applies_behind(first), *(n for n in applies if ops.op_name(n) in _APPLIES))):
         site = Site(first, apply)
         if structure.refusal(dataflow, first, apply) is not None:
             continue
@@ -92,7 +95,7 @@ def scaffold_for(name: str, coefficients: Collection[Node], dataflow: Dataflow, 
                     continue
                 beyond = tuple(sorted(found - wanted, key=dataflow.order.__getitem__))
                 if best is None or len(beyond) < len(best.beyond):
-                    best = Draft(name, text, beyond)
+                    best = Draft(name, text, tuple(coefficients), beyond)
                 if not beyond:
                     return best
     return best
@@ -245,6 +248,7 @@ def _text(
     roles = ", ".join(f'{axis} = "{_role(axis)}"' for axis in dict.fromkeys(names))
     apply, acts, neutral = _apply(site, dataflow)
     limits = _RANGES.get(ops.op_name(site.coefficient))
+    shares = _shares(site.coefficient, axes)
     source = ops.source_line(site.apply)
     lines = [
         "schema  = 1",
@@ -265,8 +269,9 @@ def _text(
         "[intervene]",
         f"axes    = {{ {roles} }}",
         f'acts    = "{acts}"',
-        *([f"neutral = {neutral}"] if neutral else []),
+        *([f"neutral = {neutral}"] if neutral and not shares else []),
         *([f"range   = {limits}"] if limits else []),
+        *([f'sums_to = {{ axis = "{shares}", value = 1.0 }}'] if shares else []),
         "",
         "# Two examples that match, and two near misses with `expect = 0`; `fxaudit pattern test` runs them.",
         "# [[example]]",
@@ -298,13 +303,21 @@ def _axes(coefficient: Node, sample: Size | None) -> list[str] | None:
     return [first, *("1" if size == 1 else axis for axis, size in zip(names, sizes[1:], strict=True))]
 
 
+def _shares(coefficient: Node, axes: Sequence[str]) -> str:
+    """The axis along which a softmax sums to one; empty for what is none."""
+    if ops.op_name(coefficient) != "softmax":
+        return ""
+    axis = axes[int(ops.attributes(coefficient)["dim"])]
+    return axis if axis.isidentifier() else ""
+
+
 def _role(axis: str) -> str:
     return "sample" if axis == "batch" else "position" if axis in _POSITIONS else "unit"
 
 
 def _apply(site: Site, dataflow: Dataflow) -> tuple[str, str, str]:
     """The equation of the apply site, how the coefficient acts there, and its neutral value."""
-    carried = "chain(layout, least=0)(coefficient)"
+    carried = _carried(site, dataflow)
     match ops.op_name(site.apply):
         case "mul":
             return f"value * {carried}", "multiply", "1.0"
@@ -314,6 +327,15 @@ def _apply(site: Site, dataflow: Dataflow) -> tuple[str, str, str]:
             return f"einsum(value, {carried})", "mix", ""
         case name:
             operands = ops.arithmetic_operands(site.apply) if name in ops.ARITHMETIC else dataflow.operands(site.apply)
-            sides = [carried if _behind_layout(n, dataflow) is site.coefficient else "_" for n in operands]
+            values = structure.value_operands(dataflow, site.coefficient, site.apply)
+            sides = [carried if isinstance(n, Node) and n not in values else "_" for n in operands]
             acts = {"lerp": "lerp", "sub": "add", "div": "multiply", "addcmul": "multiply"}.get(name, "mix")
             return f"{name}({', '.join(sides)})", acts, ""
+
+
+def _carried(site: Site, dataflow: Dataflow) -> str:
+    """The coefficient on its way to the apply site, as a chain of the kinds of nodes that it passes."""
+    way = [n for n in structure.way_to(dataflow, site.coefficient, site.apply) if n is not site.coefficient]
+    kinds = dict.fromkeys(["layout", *(_kind(n, dataflow) for n in way)])
+    most = f", most={len(way)}" if len(way) > 12 else ""
+    return f"chain({' | '.join(kinds)}, least=0{most})(coefficient)"

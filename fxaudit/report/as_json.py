@@ -67,8 +67,8 @@ def trace(report: TraceReport) -> dict[str, Any]:
     }
 
 
-def discover(discovery: Discovery, drafts: Sequence[Draft] = ()) -> dict[str, Any]:
-    """The JSON of `fxaudit discover`."""
+def discover(discovery: Discovery, drafts: Sequence[Draft] | None = None) -> dict[str, Any]:
+    """The JSON of `fxaudit discover`; without `drafts` none were asked for, and none are missing."""
     traced = discovery.matched.traced
     return {
         "schema": "fxaudit.discover/1",
@@ -95,7 +95,8 @@ def discover(discovery: Discovery, drafts: Sequence[Draft] = ()) -> dict[str, An
             }
             for one in discovery.candidates
         ],
-        "drafts": [{"name": d.name, "also_matches": [node.name for node in d.beyond]} for d in drafts],
+        "drafts": [{"name": d.name, "also_matches": [node.name for node in d.beyond]} for d in drafts or ()],
+        "undrafted": [f"{one.module}#{one.call}" for one in (() if drafts is None else discovery.undrafted(drafts))],
         "counts": discovery.matched.counts,
         "findings": [finding(found) for found in (*traced.findings, *discovery.matched.findings)],
         "provenance": provenance(traced),

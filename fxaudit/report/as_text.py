@@ -125,6 +125,11 @@ def discover(discovery: Discovery, drafts: Sequence[Draft], directory: Path | No
     for drafted in drafts:
         also = f", which also matches {len(drafted.beyond)} other sites" if drafted.beyond else ""
         _line(console, "draft", f"{directory}/{drafted.name}.toml{also}")
+    left = discovery.undrafted(drafts) if directory is not None else ()
+    if left:
+        names = [f"{one.module}#{one.call}" for one in left[:_ROWS]]
+        more = f" and {len(left) - len(names)} more" if len(left) > len(names) else ""
+        _line(console, "no draft", f"no single pattern covers {', '.join(names)}{more}: see docs/patterns.md")
     findings(traced.findings, console)
 
 

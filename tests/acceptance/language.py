@@ -239,19 +239,21 @@ ROUTERS = [
             index_topk=2,
             index_head_dim=16,
             index_n_heads=2,
+            compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
             o_groups=2,
             o_lora_rank=8,
             hc_sinkhorn_iters=3,
             num_hidden_layers=4,
         ),
         {"hyper-connection": 9, "moe-topk": 4},
-        other={"sparse-index": 1},
+        other={"sparse-index": 1, "compressor": 5},
         modules={
             "hyper-connection": "DeepseekV4HyperConnection DeepseekV4HyperHead",
             "moe-topk": "DeepseekV4TopKRouter DeepseekV4HashRouter",
             "sparse-index": "DeepseekV4Indexer",
+            "compressor": "DeepseekV4HCACompressor DeepseekV4CSACompressor DeepseekV4Indexer",
         },
-        source="2 in each layer, 1 head; 3 hash routers, then 1 learned",
+        source="2 in each layer, 1 head; 3 hash routers, then 1 learned; an indexer compresses for itself",
     ),
 ]
 

@@ -212,4 +212,12 @@ PAPERS = [
         modules={"mod-router": "AIGBlock"},
         source="one for each block",
     ),
+    Row(
+        "68",
+        "early exit",
+        text(skipping.EarlyExit),
+        other={"early-exit": 8},
+        modules={"early-exit": "TokenConfidence"},
+        source="the table's: one for each layer of LightGlue but the last, its exits written with tensor ops",
+    ),
 ]

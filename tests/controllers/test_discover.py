@@ -15,6 +15,7 @@ from fxaudit import stages
 from fxaudit.cli import main
 from fxaudit.controllers.discover import discover
 from fxaudit.controllers.graphs import Dataflow
+from fxaudit.report import as_json
 
 WIDTH, TOKENS = 16, 6
 
@@ -350,8 +351,19 @@ class _RowsFromRows(nn.Module):
         return y
 
 
-def test_a_matrix_from_positions_to_positions_is_attention() -> None:
-    assert _candidates(_RowsFromRows(), torch.randn(3, 3, 8, 8)) == ()
+class _BlocksOfRows(_RowsFromRows):
+    """The same for pairs of rows: each weight times an identity matrix."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.sigmoid(self.rows(F.avg_pool2d(x, 2).mean(3, keepdim=True)))[:, :4, :, 0]
+        blocks = (weights[..., None, None] * torch.eye(2)).transpose(2, 3).reshape(-1, 8, 8)
+        y: Tensor = self.out(blocks[:, None] @ self.value(x))
+        return y
+
+
+@pytest.mark.parametrize("kind", [_RowsFromRows, _BlocksOfRows])
+def test_a_matrix_from_positions_to_positions_is_attention(kind: type[nn.Module]) -> None:
+    assert _candidates(kind(), torch.randn(3, 3, 8, 8)) == ()
 
 
 class _Stack(nn.Module):
@@ -394,6 +406,37 @@ def test_drafted_patterns_match_the_discovered_sites_and_no_others(tmp_path: Pat
     wanted = {node for one in discovery.candidates for node in one.coefficients}
     assert {c.node for controller in matched.controllers for c in controller.coefficients} == wanted
     assert sorted(matched.counts.values()) == [1, 2]
+
+
+class _Routed(_Block):
+    """Two of four experts for each token, renormalised: scores reach the product through a top-k."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        weights, chosen = self.four(x).softmax(-1).topk(2, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        return ((x[:, :, None, None] @ self.bank[chosen]).squeeze(3) * weights[..., None]).sum(2)
+
+
+def test_a_draft_follows_a_coefficient_through_whatever_it_passes(tmp_path: Path) -> None:
+    traced = stages.trace(_Routed(), torch.randn(3, TOKENS, WIDTH))
+    discovery = stages.discover(traced, patterns=[])
+    (draft,) = stages.draft_discovered(discovery)
+    assert discovery.undrafted([draft]) == ()
+    (tmp_path / f"{draft.name}.toml").write_text(draft.text, encoding="utf-8")
+    (controller,) = stages.match(traced, [tmp_path]).controllers
+    assert {c.node for c in controller.coefficients} == {n for one in discovery.candidates for n in one.coefficients}
+
+
+def test_a_candidate_without_a_draft_is_named(tmp_path: Path) -> None:
+    traced = stages.trace(_Stack(), torch.randn(3, TOKENS, WIDTH))
+    discovery = stages.discover(traced, patterns=[])
+    first, second = stages.draft_discovered(discovery)
+    assert discovery.undrafted([first, second]) == ()
+    assert set(discovery.undrafted([first])) == {
+        c for c in discovery.candidates if set(c.coefficients) <= {*second.covers}
+    }
+    assert as_json.discover(discovery, [first])["undrafted"] == [f"{c.module}#0" for c in discovery.undrafted([first])]
+    assert as_json.discover(discovery)["undrafted"] == []
 
 
 def test_the_command_writes_drafts_and_overwrites_none(tmp_path: Path) -> None:

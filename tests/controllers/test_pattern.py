@@ -198,6 +198,23 @@ def test_every_documented_way_to_act_is_accepted(read, acts):
     assert read(changed('"multiply"', f'"{acts}"')).intervene.acts == acts
 
 
+@pytest.mark.parametrize(
+    ("apply", "acts", "neutral"), [("mul", "multiply", 1.0), ("add", "add", 0.0), ("sub", "add", 0.0)]
+)
+def test_where_the_apply_site_decides_a_product_is_neutral_at_one_and_a_sum_at_zero(read, apply, acts, neutral):
+    line = next(line for line in WHOLE.splitlines() if line.startswith("neutral"))
+    family = read(changed(line, 'neutral = "by-apply"')).intervene
+    assert family.neutral is None
+    assert (family.at(apply).acts, family.at(apply).neutral_of("coefficient")) == (acts, neutral)
+    assert read(WHOLE).intervene.at(apply) == read(WHOLE).intervene
+
+
+def test_a_neutral_value_is_a_number_or_the_apply_sites(read):
+    line = next(line for line in WHOLE.splitlines() if line.startswith("neutral"))
+    error = refused(read, changed(line, 'neutral = "by-site"'))
+    assert error.expected == 'a number, or "by-apply"'
+
+
 def test_the_roles_are_the_closed_set_of_the_design():
     assert set(ROLES) == {"sample", "position", "unit", "slot"}
 

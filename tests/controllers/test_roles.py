@@ -50,6 +50,7 @@ def _held(x: Tensor, shape: Callable[[nn.Module, Tensor], Tensor]) -> list[str]:
         (lambda m, x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1), ["sample", "position", "unit", "window"]),
         (lambda m, x: m.fc(x) @ x.transpose(1, 2), ["sample", "position", "position"]),
         (lambda m, x: m.fc(x)[:, None] + m.bank[:, None], ["sample", "unit", "position", "unit"]),
+        (lambda m, x: m.bank[(m.fc(x)[..., 0] > 0).long()], ["sample", "position", "unit"]),
         (lambda m, x: torch.einsum("btd,ed->bet", x, m.bank), ["sample", "unit", "position"]),
         (lambda m, x: m.fc(x).mean(-1, keepdim=True) * m.fc(x).mean(1, keepdim=True), ["sample", "position", "unit"]),
     ],

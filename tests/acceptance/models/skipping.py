@@ -1,10 +1,12 @@
 """Networks that skip blocks: SkipNet (arXiv:1711.09485), ConvNet-AIG (arXiv:1711.11503), Mixture-of-Depths
-(arXiv:2404.02258).
+(arXiv:2404.02258); and one that stops refining what it is sure of, LightGlue (arXiv:2306.13643).
 
 The published evaluation code of ConvNet-AIG adds Gumbel noise to its decision; here it takes the more likely choice.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -133,3 +135,47 @@ class MixtureOfDepths(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class TokenMixer(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        query, key, value = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + self.out(F.gelu(F.scaled_dot_product_attention(query, key, value)))
+
+
+class TokenConfidence(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.token = nn.Linear(dim, 1)
+
+    def forward(self, x):
+        return torch.sigmoid(self.token(x)).squeeze(-1)
+
+
+class EarlyExit(nn.Module):
+    """LightGlue's exit for a batch of pairs: a pair keeps its state once enough of its tokens are confident.
+
+    The published code drops such pairs from the batch by Python control flow.
+    """
+
+    def __init__(self, layers=9, dim=16, vocabulary=128):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, dim)
+        self.layers = nn.ModuleList([TokenMixer(dim) for _ in range(layers)])
+        self.confidence = nn.ModuleList([TokenConfidence(dim) for _ in range(layers - 1)])
+        self.match = nn.Linear(dim, dim)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        stopped = torch.zeros(len(x), dtype=torch.bool)
+        for i, layer in enumerate(self.layers):
+            x = torch.where(stopped[:, None, None], x, layer(x))
+            if i < len(self.confidence):
+                threshold = 0.4 + 0.1 * math.exp(-4.0 * i / len(self.layers))
+                confident = 1.0 - (self.confidence[i](x) < threshold).float().sum(1) / x.shape[1]
+                stopped = stopped | (confident > 0.95)
+        return self.match(x)

@@ -5,6 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxaudit import stages
+from fxaudit.errors import TraceError
+
 from .eager import CHECKS, Eager, telling
 
 
@@ -95,3 +98,39 @@ def eager(request):
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_a_family_is_counted_recorded_replayed_and_removed(eager, check):
     check(eager)
+
+
+class _Matcher(nn.Module):
+    """The matcher of LightGlue alone: finding its keypoints branches on data, too."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, keypoints, descriptors, mask):
+        return self.model._match_image_pair(keypoints, descriptors, 32, 32, mask=mask)[:2]
+
+
+def test_an_exit_by_python_control_flow_is_refused_with_its_line():
+    import inspect
+
+    import transformers
+
+    detector = transformers.SuperPointConfig(
+        encoder_hidden_sizes=[8, 8, 16, 16], decoder_hidden_size=16, descriptor_decoder_dim=16, max_keypoints=12
+    )
+    config = transformers.LightGlueConfig(
+        keypoint_detector_config=detector, descriptor_dim=16, num_hidden_layers=9, num_attention_heads=2
+    )
+    model = _Matcher(transformers.LightGlueForKeypointMatching(config)).eval()
+    inputs = {
+        "keypoints": torch.rand(3, 2, 10, 2) * 32,
+        "descriptors": torch.randn(3, 2, 10, 16),
+        "mask": torch.ones(3, 2, 10, dtype=torch.int),
+    }
+    with pytest.raises(TraceError) as caught:
+        stages.trace(model, inputs)
+    source, first = inspect.getsourcelines(type(model.model)._match_image_pair)
+    exits = [i for i, line in enumerate(source, first) if "if torch.any(early_stopped_pairs)" in line]
+    assert caught.value.reason == "data-dependent-branch"
+    assert f"modeling_lightglue.py:{exits[0]}" in caught.value.where

@@ -1,9 +1,13 @@
 """Families of vision models, against the modules of timm and torchvision and against code after the authors' own."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from fxaudit import stages
 
 from .eager import CHECKS, Eager, images, telling
 
@@ -183,3 +187,19 @@ def eager(request):
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_a_family_is_counted_recorded_replayed_and_removed(eager, check):
     check(eager)
+
+
+@pytest.mark.parametrize("case", [context_scales, context_shifts, squeeze_excite])
+def test_with_its_neutral_value_a_block_leaves_its_map_as_it_is(case):
+    eager = case()
+    frozen = stages.freeze(eager.module, eager.first)
+    own = frozen.live(eager.first).coefficients
+    neutral = {
+        c.key: torch.full_like(own[c.key], k.intervene.neutral_of(c.name))
+        for k in frozen.controllers
+        for c in k.coefficients
+    }
+    without = copy.deepcopy(eager.module)
+    without.blocks = nn.ModuleList(nn.Identity() for _ in without.blocks)
+    with torch.no_grad():
+        assert torch.equal(frozen(eager.first, coefficients=neutral), without(eager.first))
