@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN = py="$$(.ci/env)" && "$$py" -m
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo bench test slow acceptance zoo zoo-readme example-ocr lint format wheel constraints clean
+.PHONY: help env demo paper paper-table bench test slow acceptance zoo zoo-readme example-ocr lint format wheel constraints clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +48,12 @@ example-ocr:  ## audit a third-party classifier with trained squeeze-excite gate
 	$(OCR) fxaudit audit examples/ocr_direction/model.py:trained \
 	    --data examples/ocr_direction/model.py:evaluation --calibration examples/ocr_direction/model.py:calibration \
 	    --margin 0.05 -o ocr-report
+
+paper:  ## train and audit the models of examples/paper/RESULTS.md that have no audit yet; hours, and goes on where stopped
+	$(RUN) examples.paper.run $(ARGS)
+
+paper-table:  ## write examples/paper/RESULTS.md and .json from the stored audits; seconds
+	$(RUN) examples.paper.table
 
 bench:  ## what recording, replaying and matching cost, beside their peers
 	export PYTHONPATH=. && "$$(.ci/peers)" benchmarks/replay.py && "$$(.ci/env)" benchmarks/match.py

@@ -123,6 +123,7 @@ def audit(
     replaying: ReplayOptions | None = None,
     seed: int = 0,
     tracing: TraceOptions | None = None,
+    executed: int = EXECUTED_INPUTS,
     watch: Watch = _unwatched,
 ) -> AuditReport:
     """Trace, match, record, replay, measure variation and dependence, export and execute.
@@ -134,6 +135,7 @@ def audit(
         limit: use at most this many inputs of each data set.
         replaying: interventions, scopes, seeds, metric and margin.
         tracing: how the model is traced, where that is not left to fxaudit.
+        executed: how many inputs onnxruntime runs, at most.
 
     Raises:
         NoControllerError: no pattern matches.
@@ -167,8 +169,8 @@ def audit(
             recording.store, frozen.controllers, evaluation.valid_positions(), special_positions(evaluation, traced)
         ),
     )
-    executed: ExecutionProfile = clock.time(
-        "execution", lambda _: _execute(frozen, evaluation, profile, directory / "onnx")
+    execution: ExecutionProfile = clock.time(
+        "execution", lambda _: _execute(frozen, evaluation, profile, directory / "onnx", executed)
     )
     options = {
         "batch_size": recording.store.manifest["batch_size"],
@@ -192,7 +194,7 @@ def audit(
         replayed.identity,
         varied,
         replayed.dependence,
-        executed,
+        execution,
         options,
         clock.seconds,
     )
@@ -276,11 +278,13 @@ def replay(
     return Replayed(recording, identity, profile, found)
 
 
-def _execute(frozen: FrozenModel, data: DataSet, calibration: CoefficientStore, directory: Path) -> ExecutionProfile:
+def _execute(
+    frozen: FrozenModel, data: DataSet, calibration: CoefficientStore, directory: Path, inputs: int
+) -> ExecutionProfile:
     """The execution claim, or why the model could not be exported; a failed self-check is an error of the audit."""
     from fxaudit.execution.verdict import unexported
 
     try:
-        return stages.execute(frozen, data, calibration, directory, inputs=EXECUTED_INPUTS)
+        return stages.execute(frozen, data, calibration, directory, inputs=inputs)
     except ExportError as error:
         return unexported(error)

@@ -1,6 +1,6 @@
 """Trains a preset, by default the tiny one on bytes of Python's documentation.
 
-python -m examples.mudd.train --steps 4000 --precision fp32
+python -m examples.mudd.train --steps 1500 --precision fp32
 """
 
 from examples import training
