@@ -265,7 +265,12 @@ def source_line(node: Node) -> str:
 
     The innermost frame outside torch itself: what a user can open and read.
     """
-    trace = node.meta.get("stack_trace") or ""
+    return line_of_trace(node.meta.get("stack_trace") or "")
+
+
+def line_of_trace(trace: str) -> str:
+    """The innermost frame of a stack trace, as ``file:line   code``, that lies neither in torch nor in code that torch
+    generated."""
     frames = []
     for line in trace.splitlines():
         line = line.strip()
@@ -274,7 +279,7 @@ def source_line(node: Node) -> str:
             frames.append([path, rest.split(",")[0], ""])
         elif frames and line and not frames[-1][2]:
             frames[-1][2] = line
-    outside = [f for f in frames if "/torch/" not in f[0].replace("\\", "/")]
+    outside = [f for f in frames if "/torch/" not in f[0].replace("\\", "/") and not f[0].startswith("<")]
     if not (chosen := (outside or frames)[-1:]):
         return ""
     path, number, code = chosen[0]

@@ -15,10 +15,11 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Node
 
 from fxaudit import ops
 from fxaudit.axes import Size, plain_size
+from fxaudit.execution.following import Following, is_followed
 
 PRODUCT, CONVOLUTION, RECURRENT = "matrix product", "convolution", "recurrent network"
 
@@ -97,43 +98,22 @@ def input_dependent(graph: Graph, inputs: Collection[str] | None = None) -> set[
     return found
 
 
-class _Counter(Interpreter):
+class _Counter(Following):
     """Runs a graph and keeps the FLOPs of every node, following the branches taken and the steps of loops."""
 
-    def __init__(self, module: nn.Module, outer: Node | None = None) -> None:
-        super().__init__(module)
-        self.counted: list[NodeFlops] = []
-        self.outer = outer
+    def __init__(self, module: nn.Module, outer: Node | None = None, counted: list[NodeFlops] | None = None) -> None:
+        super().__init__(module, outer)
+        self.counted: list[NodeFlops] = [] if counted is None else counted
+
+    def inside(self, module: nn.Module, outer: Node) -> _Counter:
+        return _Counter(module, outer, self.counted)
 
     def run_node(self, n: Node) -> Any:
-        if isinstance(n.target, torch._ops.HigherOrderOperator):
-            args, _ = self.fetch_args_kwargs_from_env(n)
-            if n.target.name() == "cond":
-                return self._body(args[1] if bool(args[0]) else args[2], args[3], n)
-            if n.target.name() == "while_loop":
-                return self._while(args, n)
         result = super().run_node(n)
-        if _computes(n):
+        if _computes(n) and not is_followed(n):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             self.counted.append(NodeFlops(n, _flops(n, args, kwargs, result), self.outer or n))
         return result
-
-    def _while(self, args: Sequence[Any], node: Node) -> tuple[Any, ...]:
-        condition, body, state = args[0], args[1], tuple(args[2])
-        fixed = tuple(args[3]) if len(args) > 3 else ()
-        while bool(_first(self._body(condition, (*state, *fixed), node))):
-            state = tuple(self._body(body, (*state, *fixed), node))
-        return state
-
-    def _body(self, module: nn.Module, args: Sequence[Any], node: Node) -> Any:
-        inner = _Counter(module, self.outer or node)
-        result = inner.run(*args)
-        self.counted += inner.counted
-        return result
-
-
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, list | tuple) else value
 
 
 def _computes(node: Node) -> bool:
@@ -272,6 +252,8 @@ _FORMULAS: dict[str, tuple[str, Formula]] = {
     "_scaled_dot_product_flash_attention": (PRODUCT, _attention),
     "_scaled_dot_product_efficient_attention": (PRODUCT, _attention),
     "_scaled_dot_product_attention_math": (PRODUCT, _attention),
+    "_grouped_mm": (PRODUCT, _matrix("self")),
+    "transformers::grouped_mm_fallback": (PRODUCT, _matrix("input")),
     "lstm": (RECURRENT, _recurrent),
     "gru": (RECURRENT, _recurrent),
     "rnn_tanh": (RECURRENT, _recurrent),
@@ -296,10 +278,28 @@ _FREE_OPS = frozenset(
         *("replication_pad1d", "replication_pad2d", "replication_pad3d", "grid_sampler_2d", "grid_sampler"),
         *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d"),
         *("upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
-        *("glu", "isin", "__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or", "bitwise_not", "logical_not"),
+        *(
+            "floor_divide",
+            "histc",
+            "glu",
+            "isin",
+            "__and__",
+            "__or__",
+            "__xor__",
+            "bitwise_and",
+            "bitwise_or",
+            "bitwise_not",
+            "logical_not",
+        ),
         *("sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "sym_constrain_range_for_size"),
         *("_assert_scalar", "_assert_async", "_assert_tensor_metadata", "fxaudit::barrier"),
-        *("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit_no_training"),
+        *(
+            "native_layer_norm",
+            "native_group_norm",
+            "native_batch_norm",
+            "_native_batch_norm_legit_no_training",
+            "_native_batch_norm_legit",
+        ),
         *(
             "_fused_rms_norm",
             "unsafe_split",

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import onnx
 
+from fxaudit.ops import line_of_trace
+
 # Inputs, by position, whose values decide the shape of the output.
 _SHAPE_OPERANDS: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(["Reshape", "Expand", "Tile", "TopK", "Split", "OneHot", "Squeeze", "Unsqueeze"], (1,)),
@@ -45,12 +47,13 @@ _STANDARD = ("", "ai.onnx")
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """A node at which work begins to depend on data."""
+    """A node at which work begins to depend on data; `source` is the user's line that made it, where it is known."""
 
     node: str
     op: str
     reason: str
     module: str
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +119,16 @@ def prove(model: onnx.ModelProto | str | Path, tainted: Collection[str] | None =
 
 def module_scope(node: onnx.NodeProto) -> str:
     """The module path that the exporter recorded for a node; the empty string for the root or when it is lost."""
-    text = next((p.value for p in node.metadata_props if p.key == "pkg.torch.onnx.name_scopes"), "")
-    return scope_path(text)
+    return scope_path(_metadata(node, "name_scopes"))
+
+
+def source_line(node: onnx.NodeProto) -> str:
+    """The user's line that made a node, as ``file:line   code``; the empty string where the exporter lost it."""
+    return line_of_trace(_metadata(node, "stack_trace"))
+
+
+def _metadata(node: onnx.NodeProto, key: str) -> str:
+    return next((p.value for p in node.metadata_props if p.key == f"pkg.torch.onnx.{key}"), "")
 
 
 def scope_path(text: str) -> str:
@@ -154,7 +165,8 @@ class _Walk:
                 self.dependent.add(_label(node))
 
     def _root(self, node: onnx.NodeProto, reason: str) -> None:
-        self.roots.setdefault(_label(node), Root(_label(node), node.op_type, reason, module_scope(node)))
+        found = Root(_label(node), node.op_type, reason, module_scope(node), source_line(node))
+        self.roots.setdefault(_label(node), found)
 
     def _plain(self, node: onnx.NodeProto, taint: _Taint, controlled: bool) -> None:
         operands = [taint.of(name) for name in node.input]
@@ -190,7 +202,7 @@ class _Walk:
 
     def _branch(self, node: onnx.NodeProto, taint: _Taint, controlled: bool) -> None:
         decided = node.input[0] in taint.values
-        branches = _subgraphs(node)
+        branches = [graph for _, graph in subgraphs(node)]
         if decided:
             self._root(node, "which branch runs depends on input data")
         for graph in branches:
@@ -206,7 +218,7 @@ class _Walk:
 
     def _loop(self, node: onnx.NodeProto, taint: _Taint, controlled: bool) -> None:
         """A body to its fixpoint: what is carried from one step to the next may become tainted step by step."""
-        body = _subgraphs(node)[0]
+        body = subgraphs(node)[0][1]
         is_loop = node.op_type == "Loop"
         inner = taint.copy()
         # A Loop gives its body a step number, the same whatever the data, where its own first input is the trip count.
@@ -239,8 +251,21 @@ def _label(node: onnx.NodeProto) -> str:
     return node.name or f"{node.op_type}:{next((name for name in node.output if name), '')}"
 
 
-def _subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    return [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+def subgraphs(node: onnx.NodeProto) -> list[tuple[str, onnx.GraphProto]]:
+    """The bodies of a control-flow node with the names of their attributes, an ``If``'s then branch first."""
+    found = [(a.name, a.g) for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+    return sorted(found, key=lambda body: body[0] != "then_branch")
+
+
+def modules_of(graph: onnx.GraphProto, inherited: str = "") -> dict[str, str]:
+    """The module path of each node by its name; a node inside a body without one of its own has that of the outer
+    node."""
+    found: dict[str, str] = {}
+    for node in graph.node:
+        found[node.name] = module = module_scope(node) or inherited
+        for _, body in subgraphs(node):
+            found |= modules_of(body, module)
+    return found
 
 
 def _declared(value: onnx.ValueInfoProto) -> Sequence[int | str] | None:
@@ -256,9 +281,5 @@ def all_nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
     """All nodes of a graph and of its subgraphs."""
     for node in graph.node:
         yield node
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs) if attribute.type in _GRAPHS else ():
-                yield from all_nodes(inner)
-
-
-_GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+        for _, body in subgraphs(node):
+            yield from all_nodes(body)

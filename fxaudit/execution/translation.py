@@ -25,6 +25,7 @@ from fxaudit import ops
 from fxaudit.controllers.controller import ROOT
 from fxaudit.errors import ExportError
 from fxaudit.execution.indices import widen_indices
+from fxaudit.execution.translations import further_translations
 from fxaudit.model.trace import TracedModel
 
 BATCH, SEQUENCE = "batch", "sequence"
@@ -76,7 +77,7 @@ def to_onnx(
     dynamic = dynamic_axes(module) if dimensions is not None else None
     named = tuple(dict(axes) or None for axes in dimensions or ()) if dynamic is not None else None
     program: ExportedProgram | None = None
-    translation = {barrier_op(): _onnx_barrier()}
+    translation = {barrier_op(): _onnx_barrier(), **further_translations()}
     try:
         program = torch.export.export(module, tuple(leaves), dynamic_shapes=dynamic, strict=False)
         exported = torch.onnx.export(
