@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fxaudit import stages
 from fxaudit.controllers.rewrite import FrozenModel
-from fxaudit.errors import ExportError
+from fxaudit.errors import ExportError, ProviderError
+from fxaudit.execution.options import CPU, ExecutionOptions
 from fxaudit.model.data import DataSet, require_disjoint, special_positions
 from fxaudit.model.load import Subject
 from fxaudit.model.settings import TraceOptions
@@ -121,6 +122,7 @@ def audit(
     batch_size: int | None = None,
     limit: int | None = None,
     replaying: ReplayOptions | None = None,
+    executing: ExecutionOptions | None = None,
     seed: int = 0,
     tracing: TraceOptions | None = None,
     executed: int = EXECUTED_INPUTS,
@@ -134,6 +136,7 @@ def audit(
         directory: where coefficients and ONNX files go.
         limit: use at most this many inputs of each data set.
         replaying: interventions, scopes, seeds, metric and margin.
+        executing: the provider of evidence and times, and whether times are measured.
         tracing: how the model is traced, where that is not left to fxaudit.
         executed: how many inputs onnxruntime runs, at most.
 
@@ -141,9 +144,13 @@ def audit(
         NoControllerError: no pattern matches.
         DataError: data that does not fit, or calibration and evaluation data that overlap.
         SelfCheckError: identity replay is not bitwise, or counts contradict each other.
+        ProviderError: the provider asked for is not usable.
     """
     directory = Path(directory)
     replaying = replaying or ReplayOptions()
+    executing = executing or ExecutionOptions(seed=seed)
+    if executing.provider != CPU:
+        _require_usable(executing.provider)
     clock = Clock(watch)
     traced = clock.time("trace", lambda _: stages.trace(subject, seed=seed, options=tracing))
     matched = clock.time("match", lambda _: stages.match(traced, patterns, enable=enable))
@@ -170,7 +177,7 @@ def audit(
         ),
     )
     execution: ExecutionProfile = clock.time(
-        "execution", lambda _: _execute(frozen, evaluation, profile, directory / "onnx", executed)
+        "execution", lambda _: _execute(frozen, evaluation, profile, directory / "onnx", executed, executing)
     )
     options = {
         "batch_size": recording.store.manifest["batch_size"],
@@ -183,6 +190,8 @@ def audit(
         "scopes": list(replaying.scopes),
         "live": replaying.live,
         "compiled": replaying.compiled,
+        "provider": executing.provider,
+        "time": executing.timed,
         "interventions": list(dict.fromkeys(result.label for result in replayed.dependence.results)),
     }
     return AuditReport(
@@ -278,13 +287,27 @@ def replay(
     return Replayed(recording, identity, profile, found)
 
 
+def _require_usable(provider: str) -> None:
+    from fxaudit.execution.evidence import require_usable
+
+    require_usable(provider)
+
+
 def _execute(
-    frozen: FrozenModel, data: DataSet, calibration: CoefficientStore, directory: Path, inputs: int
+    frozen: FrozenModel,
+    data: DataSet,
+    calibration: CoefficientStore,
+    directory: Path,
+    inputs: int,
+    options: ExecutionOptions,
 ) -> ExecutionProfile:
-    """The execution claim, or why the model could not be exported; a failed self-check is an error of the audit."""
+    """The execution claim, or why the model could not be exported or run; a failed self-check and a provider that was
+    asked for and is not used are errors of the audit."""
     from fxaudit.execution.verdict import unexported
 
     try:
-        return stages.execute(frozen, data, calibration, directory, inputs=inputs)
+        return stages.execute(frozen, data, calibration, directory, inputs=inputs, options=options)
+    except ProviderError:
+        raise
     except ExportError as error:
         return unexported(error)

@@ -10,7 +10,9 @@
     ├── SelfCheckError      5  a result contradicts what must hold
     ├── DataError           6  inputs do not fit the model
     │   └── StoreError      6  a coefficient store is damaged or belongs to something else
-    └── ExportError         7  a graph could not be exported, or a provider is missing
+    └── ExportError         7  a graph could not be exported
+        ├── RunError        7  onnxruntime could not load or run an exported graph, or died on it
+        └── ProviderError   7  a requested execution provider did not run it
 
 Each error has four parts (what failed, where, expected and found, what to do next), keeps them as attributes, and
 carries the exit code that the command line ends with.
@@ -108,9 +110,17 @@ class StoreError(DataError):
 
 
 class ExportError(AuditError):
-    """A graph could not be exported, or a requested execution provider did not run it."""
+    """A graph could not be exported, or not be run once it was."""
 
     exit_code = 7
+
+
+class RunError(ExportError):
+    """onnxruntime could not load or run an exported graph, or died on it."""
+
+
+class ProviderError(ExportError):
+    """A requested execution provider did not run a graph, or not all of its work."""
 
 
 def nearest(word: str, known: list[str] | tuple[str, ...] | set[str] | frozenset[str]) -> str:

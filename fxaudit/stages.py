@@ -23,6 +23,7 @@ from fxaudit.controllers.pattern import DEFAULT, DETECT_ONLY, EXTERNAL, OPT_IN, 
 from fxaudit.controllers.rewrite import FrozenModel, with_observed_domains
 from fxaudit.controllers.scaffold import Draft, scaffold, scaffold_for
 from fxaudit.errors import NoControllerError, UsageError, nearest
+from fxaudit.execution.options import ExecutionOptions
 from fxaudit.model import load as loading
 from fxaudit.model import trace as tracing
 from fxaudit.model.compare import Comparison, compare
@@ -368,7 +369,13 @@ def verify(frozen: FrozenModel, data: DataSet, recording: Recording) -> Identity
 
 
 def execute(
-    frozen: FrozenModel, data: DataSet, calibration: CoefficientStore | None, directory: str | Path, *, inputs: int
+    frozen: FrozenModel,
+    data: DataSet,
+    calibration: CoefficientStore | None,
+    directory: str | Path,
+    *,
+    inputs: int,
+    options: ExecutionOptions | None = None,
 ) -> ExecutionProfile:
     """Export live, bound and baked graphs, run them on onnxruntime, and compare counts with the traced graph.
 
@@ -376,13 +383,15 @@ def execute(
 
     Raises:
         ExportError: the model cannot be exported.
+        RunError: onnxruntime cannot run it, or died on it.
+        ProviderError: the provider asked for does not run the work.
         SelfCheckError: counts or outputs contradict each other.
     """
     from fxaudit.execution import verdict
 
     exported = export(frozen, directory, calibration)
     leaves = [_one_input(frozen, data, i) for i in range(min(inputs, data.count))]
-    return verdict.execute(frozen, exported, leaves)
+    return verdict.execute(frozen, exported, leaves, options=options)
 
 
 def export(frozen: FrozenModel, directory: str | Path, calibration: CoefficientStore | None = None) -> ExportedGraphs:

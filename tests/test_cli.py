@@ -546,6 +546,43 @@ def test_the_doctor_names_the_providers_of_onnxruntime(doctor):
     assert doctor["onnxruntime"]["providers"] == onnxruntime.get_available_providers()
 
 
+def test_the_doctor_says_for_which_cuda_torch_and_onnxruntime_are_built_and_whether_a_gpu_is_usable(doctor):
+    import onnxruntime
+
+    built = doctor["gpu"]["cuda"]
+    assert built["torch"] == torch.version.cuda
+    assert built["onnxruntime"] == (getattr(onnxruntime, "cuda_version", None) or None)
+    if not torch.cuda.is_available():
+        assert not doctor["gpu"]["onnxruntime_usable"]
+        assert doctor["gpu"]["reason"] == "torch sees no GPU"
+
+
+def test_the_doctor_finds_a_torch_and_an_onnxruntime_for_different_cuda(monkeypatch):
+    from fxaudit.report import doctor as module
+
+    monkeypatch.setattr(module.torch.version, "cuda", "12.8")
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
+    found = module._gpu({"providers": ["CPUExecutionProvider"], "cuda_version": "13.0"})
+    assert "built for CUDA 13.0 and torch for 12.8" in " ".join(found["notes"])
+    assert found["problems"] == []
+    assert module._gpu({"providers": ["CPUExecutionProvider"], "cuda_version": "12.4"})["notes"] == []
+
+
+def test_the_doctor_finds_a_gpu_that_onnxruntime_does_not_reach(monkeypatch):
+    from fxaudit.errors import ProviderError
+    from fxaudit.report import doctor as module
+
+    def unusable(provider):
+        raise ProviderError(f"onnxruntime does not run probe.onnx on {provider}", found="a silent fallback")
+
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("fxaudit.execution.evidence.require_usable", unusable)
+    found = module._gpu({"providers": ["CUDAExecutionProvider"], "cuda_version": module.torch.version.cuda})
+    assert not found["onnxruntime_usable"]
+    assert "a silent fallback" in found["problems"][0]
+    assert "no CUDA provider" in module._gpu({"providers": [], "cuda_version": None})["notes"][0]
+
+
 def test_the_doctor_finds_a_missing_package(monkeypatch):
     from fxaudit.report import doctor as module
 

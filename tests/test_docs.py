@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from torch import nn
 from fxaudit import cli, ops
 from fxaudit.controllers import language, pattern, predicates
 from fxaudit.controllers.examples import run_example
+from fxaudit.execution.verdict import DATA_DEPENDENT_KERNELS as KERNELS
+from fxaudit.execution.verdict import DATA_DEPENDENT_SHAPES as SHAPES
+from fxaudit.execution.verdict import INCOMPLETE, OBSERVED_CONSTANT, PROVEN_STATIC, REDISTRIBUTED
 
 
 class _Gate(nn.Module):
@@ -25,6 +29,7 @@ class _Gate(nn.Module):
 
 
 ROOT = Path(__file__).resolve().parents[1]
+EXECUTION = (ROOT / "docs" / "execution.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "patterns.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -49,6 +54,31 @@ def test_every_op_class_predicate_and_closure_is_documented(name: str) -> None:
 )
 def test_every_role_action_tap_class_and_domain_is_documented(name: str) -> None:
     assert name in _code(GUIDE)
+
+
+@pytest.mark.parametrize("option", cli.main.commands["audit"].params, ids=lambda option: str(option.name))
+def test_options_of_executing_are_documented(option: click.Parameter) -> None:
+    if option.name in ("provider", "timed"):
+        assert option.opts[0] in _code(EXECUTION)
+        assert option.opts[0] in README
+
+
+def _execution_fields() -> list[str]:
+    """Every field of `execution` in audit.json that does not depend on the model."""
+    tree = ast.parse((ROOT / "fxaudit" / "report" / "audit_json.py").read_text(encoding="utf-8"))
+    (function,) = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "execution")
+    keys = {key.value for node in ast.walk(function) if isinstance(node, ast.Dict) for key in node.keys if key}  # type: ignore[attr-defined]
+    return sorted(keys - {"error"})
+
+
+@pytest.mark.parametrize("name", _execution_fields())
+def test_every_field_about_execution_is_documented(name: str) -> None:
+    assert f"`{name}`" in EXECUTION
+
+
+@pytest.mark.parametrize("name", [PROVEN_STATIC, OBSERVED_CONSTANT, REDISTRIBUTED, SHAPES, KERNELS, INCOMPLETE])
+def test_every_verdict_on_execution_is_documented(name: str) -> None:
+    assert f"`{name}`" in EXECUTION
 
 
 def _commands(group: click.Group, prefix: str = "fxaudit") -> list[str]:

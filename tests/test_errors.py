@@ -17,6 +17,8 @@ EXIT_CODES = {
     "DataError": 6,
     "StoreError": 6,
     "ExportError": 7,
+    "RunError": 7,
+    "ProviderError": 7,
 }
 
 

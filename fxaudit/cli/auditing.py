@@ -12,6 +12,7 @@ from fxaudit.audit import audit as run_audit
 from fxaudit.cli.console import finite, progress, show
 from fxaudit.cli.options import (
     data_options,
+    execution_options,
     model_options,
     patterns_of,
     replay_options,
@@ -22,6 +23,8 @@ from fxaudit.cli.options import (
 )
 from fxaudit.controllers.pattern import library_path
 from fxaudit.errors import DataError
+from fxaudit.execution.options import ExecutionOptions
+from fxaudit.execution.providers import provider_named
 from fxaudit.report import as_text, audit_json
 
 AUDIT, REPORT = "audit.json", "report.html"
@@ -32,6 +35,7 @@ AUDIT, REPORT = "audit.json", "report.html"
 @data_options
 @click.option("--calibration", required=True, metavar="DATA", help="Other inputs, over which profiles are averaged.")
 @replay_options
+@execution_options
 @click.option(
     "-o", "--report", "directory", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The report."
 )
@@ -44,6 +48,9 @@ def audit(directory: Path, as_json_: bool, calibration: str, **options: Any) -> 
     from fxaudit.report import html
 
     asked = replaying_of(options)
+    executing = ExecutionOptions(
+        provider=provider_named(options["provider"]), timed=options["timed"], seed=options["seed"]
+    )
     report = run_audit(
         subject_of(options),
         options["data"],
@@ -54,6 +61,7 @@ def audit(directory: Path, as_json_: bool, calibration: str, **options: Any) -> 
         batch_size=options["batch_size"],
         limit=options["limit"],
         replaying=asked,
+        executing=executing,
         seed=options["seed"],
         tracing=trace_options_of(options),
         watch=progress,

@@ -16,6 +16,7 @@ from fxaudit.controllers.library import available_patterns
 from fxaudit.controllers.pattern import Pattern, load_pattern
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.errors import PatternError, nearest
+from fxaudit.execution.providers import PROVIDERS
 from fxaudit.model.load import Subject
 from fxaudit.model.placement import DTYPES
 from fxaudit.model.settings import ATTENTION, CODE, DECOMPOSE, EXPERTS, TraceOptions
@@ -160,6 +161,21 @@ replay_options = options_of(
         help="An .npz or .safetensors file with `donors` [inputs], `positions` [inputs, tokens] and others.",
     ),
     click.option("--compile", "compiled", is_flag=True, help="Run the replayed graphs through torch.compile."),
+)
+execution_options = options_of(
+    click.option(
+        "--provider",
+        type=click.Choice(list(PROVIDERS)),
+        default="cpu",
+        show_default=True,
+        help="Where onnxruntime runs optimised graphs and takes times; FLOPs are always counted on the CPU.",
+    ),
+    click.option(
+        "--time",
+        "timed",
+        is_flag=True,
+        help="Also measure what a controller costs in time and what a static profile gains; takes a minute or more.",
+    ),
 )
 
 

@@ -7,31 +7,47 @@ the profiled shapes), one thread. Times in such a profile mean nothing.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 
-from fxaudit.errors import ExportError, SelfCheckError
-from fxaudit.execution.flops import CONVOLUTION, PRODUCT, RECURRENT, attention_flops, einsum_flops
-from fxaudit.execution.proof import all_nodes, prove
+from fxaudit.errors import SelfCheckError
+from fxaudit.execution.branches import CONTROL_FLOW, Control, controls, taken
+from fxaudit.execution.formulas import CLASSES, FREE_OPS, node_flops
+from fxaudit.execution.proof import all_nodes, modules_of, prove
+from fxaudit.execution.runtime import COUNT, Feed, Runtime
 
-Feed = Mapping[str, np.ndarray]
-Shape = list[int]
-
-CPU = "CPUExecutionProvider"
 # onnxruntime stops recording at a million events, with no more than a line on stderr.
 _MAX_EVENTS = 800_000
-_CONTROL_FLOW = frozenset(["If", "Loop", "Scan"])
 _EVENT_SUFFIX = "_kernel_time"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work of some nodes in one run: `flops` and `setup` as in `CountedRun`, elements that nodes without FLOPs wrote,
+    and bytes of what all of them read and wrote (operands and results, each counted once for each node)."""
+
+    flops: int = 0
+    setup: int = 0
+    elements: int = 0
+    read: int = 0
+    written: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.flops + other.flops,
+            self.setup + other.setup,
+            self.elements + other.elements,
+            self.read + other.read,
+            self.written + other.written,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +56,8 @@ class CountedRun:
 
     `flops` are those of nodes that input data reaches, `setup` of all others; `elementwise` is the number of elements
     that nodes without FLOPs wrote. Ops with neither a formula nor a place among those that cost nothing are in
-    `unknown`. The two sequences are digests of the executed nodes, without and with the shapes they had.
+    `unknown`. The two sequences are digests of the executed nodes, without and with the shapes they had. `modules` has
+    the work of each module, `branches` how often each body of each control-flow node ran.
     """
 
     flops: int
@@ -52,102 +69,63 @@ class CountedRun:
     unknown: tuple[str, ...]
     op_sequence: str
     shape_sequence: str
+    modules: Mapping[str, Work] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    branches: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(work.read for work in self.modules.values())
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(work.written for work in self.modules.values())
 
 
 @dataclass(frozen=True, slots=True)
 class CountedRuns:
-    """The runs of one model, one for each feed, and its outputs by name."""
+    """The runs of one model, one for each feed, its outputs by name, and its control-flow nodes."""
 
     runs: tuple[CountedRun, ...]
     outputs: tuple[dict[str, np.ndarray], ...]
+    controls: tuple[Control, ...] = ()
 
 
 def count_runs(
-    path: Path, feeds: Sequence[Feed], tainted: Collection[str] | None = None, provider: str = CPU
+    path: Path, feeds: Sequence[Feed], tainted: Collection[str] | None = None, runtime: Runtime | None = None
 ) -> CountedRuns:
     """What `path` executes for each of `feeds`; inputs not named in `tainted` (default: all) count as constants.
 
+    Args:
+        runtime: the process to run it in; by default one of its own.
+
     Raises:
-        ExportError: onnxruntime cannot load or run the model, or runs it on another provider than `provider`.
+        RunError: onnxruntime cannot load or run the model, or died on it.
         SelfCheckError: the profile is not a complete record of the runs.
     """
+    if runtime is None:
+        with Runtime() as own:
+            return count_runs(path, feeds, tainted, own)
     model = onnx.load(str(path), load_external_data=False)
-    nodes = {node.name: node for node in all_nodes(model.graph)}
-    dependent = prove(model, tainted).dependent
+    graph = _Graph(model, tainted)
     runs: list[CountedRun] = []
     outputs: list[dict[str, np.ndarray]] = []
     # A loop may run a node many times, so this is a guess; the number of recorded runs is checked below.
-    chunk = max(1, _MAX_EVENTS // max(1, len(nodes)))
+    chunk = max(1, _MAX_EVENTS // max(1, len(graph.nodes)))
     for start in range(0, len(feeds), chunk):
-        events, results = _profiled(path, feeds[start : start + chunk], provider)
-        outputs.extend(results)
-        runs.extend(_counted(events, nodes, dependent) for events in split_runs(events, len(results), path))
-    return CountedRuns(tuple(runs), tuple(outputs))
+        session = runtime.run(path, feeds[start : start + chunk], COUNT)
+        outputs.extend(session.outputs)
+        runs.extend(_counted(events, graph) for events in split_runs(session.events, len(session.outputs), path))
+    return CountedRuns(tuple(runs), tuple(outputs), graph.controls)
 
 
-def _profiled(path: Path, feeds: Sequence[Feed], provider: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    with tempfile.TemporaryDirectory(prefix="fxaudit-profile-") as directory:
-        session = open_session(path, count_options(directory), provider)
-        names = [output.name for output in session.get_outputs()]
-        results = []
-        for feed in feeds:
-            try:
-                results.append(dict(zip(names, session.run(names, dict(feed)), strict=True)))
-            except Exception as error:
-                raise ExportError(
-                    f"onnxruntime cannot run {path.name}",
-                    where=str(path),
-                    expected="outputs for the inputs that the torch model takes",
-                    found=_first_line(error),
-                    remedy="report this model: the export and the torch model disagree about their inputs",
-                ) from error
-        return json.loads(Path(session.end_profiling()).read_text(encoding="utf-8")), results
+class _Graph:
+    """What the events of a profile are looked up in."""
 
-
-def count_options(directory: str) -> onnxruntime.SessionOptions:
-    """The options of the COUNT role; the profile is written to `directory`."""
-    options = onnxruntime.SessionOptions()
-    options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    # Errors are raised; what is logged besides would only repeat them.
-    options.log_severity_level = 4
-    options.enable_profiling = True
-    options.profile_file_prefix = str(Path(directory) / "run")
-    options.add_session_config_entry("session.disable_prepacking", "1")
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return options
-
-
-def open_session(path: Path, options: onnxruntime.SessionOptions, provider: str = CPU) -> onnxruntime.InferenceSession:
-    """A session of `path` on `provider`, with the CPU for what `provider` does not support.
-
-    Raises:
-        ExportError: the model cannot be loaded, or onnxruntime fell back to another provider without saying so.
-    """
-    requested = [provider] if provider == CPU else [provider, CPU]
-    try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=requested)
-    except Exception as error:
-        raise ExportError(
-            f"onnxruntime cannot load {path.name}",
-            where=str(path),
-            expected=f"a model that onnxruntime {onnxruntime.__version__} can run",
-            found=_first_line(error),
-            remedy="float32 models run everywhere; other dtypes lack CPU kernels for some ops",
-        ) from error
-    if missing := [name for name in requested if name not in session.get_providers()]:
-        raise ExportError(
-            f"onnxruntime does not run {path.name} on {missing[0]}",
-            expected=", ".join(requested),
-            found=", ".join(session.get_providers()),
-            remedy="check the driver and that exactly one of onnxruntime and onnxruntime-gpu is installed",
-        )
-    return session
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    def __init__(self, model: onnx.ModelProto, tainted: Collection[str] | None) -> None:
+        self.nodes = {node.name: node for node in all_nodes(model.graph)}
+        self.modules = modules_of(model.graph)
+        self.dependent = prove(model, tainted).dependent
+        self.controls = controls(model.graph)
 
 
 def split_runs(events: Sequence[dict[str, Any]], count: int, path: Path) -> list[list[dict[str, Any]]]:
@@ -171,160 +149,60 @@ def split_runs(events: Sequence[dict[str, Any]], count: int, path: Path) -> list
     return split
 
 
-def _counted(
-    events: Sequence[dict[str, Any]], nodes: Mapping[str, onnx.NodeProto], dependent: Collection[str]
-) -> CountedRun:
+def node_name(event: Mapping[str, Any]) -> str:
+    """The name of the node that an event is of."""
+    return str(event["name"]).removesuffix(_EVENT_SUFFIX)
+
+
+def _counted(events: Sequence[dict[str, Any]], graph: _Graph) -> CountedRun:
     by_class: Counter[str] = Counter()
+    modules: dict[str, Work] = {}
     unknown: set[str] = set()
-    setup = elementwise = 0
     plain, shaped = hashlib.sha256(), hashlib.sha256()
     for event in events:
         arguments = event["args"]
-        op, name = arguments["op_name"], event["name"].removesuffix(_EVENT_SUFFIX)
-        inputs, outputs = _shapes(arguments, "input_type_shape"), _shapes(arguments, "output_type_shape")
+        op, name = arguments["op_name"], node_name(event)
+        inputs, outputs = shapes(arguments, "input_type_shape"), shapes(arguments, "output_type_shape")
         plain.update(f"{name} {op}\n".encode())
         shaped.update(f"{name} {op} {inputs} {outputs}\n".encode())
-        if op in _CONTROL_FLOW:
+        if op in CONTROL_FLOW:
             continue
+        flops = setup = elements = 0
         if op in FREE_OPS:
-            elementwise += sum(map(math.prod, outputs))
-            continue
-        node = nodes.get(name)
-        flops = node_flops(op, inputs, outputs, node) if node is not None else None
-        if flops is None:
-            unknown.add(op)
-        elif name in dependent:
-            by_class[_CLASSES[op]] += flops
+            elements = sum(map(math.prod, outputs))
         else:
-            setup += flops
+            node = graph.nodes.get(name)
+            found = node_flops(op, inputs, outputs, node) if node is not None else None
+            if found is None:
+                unknown.add(op)
+            elif name in graph.dependent:
+                flops = found
+                by_class[CLASSES[op]] += found
+            else:
+                setup = found
+        work = Work(flops, setup, elements, _size(arguments, "activation") + _size(arguments, "parameter"))
+        work += Work(written=_size(arguments, "output"))
+        module = graph.modules.get(name, "")
+        modules[module] = modules.get(module, Work()) + work
     return CountedRun(
-        flops=sum(by_class.values()),
-        setup=setup,
+        flops=sum(work.flops for work in modules.values()),
+        setup=sum(work.setup for work in modules.values()),
         by_class={name: flops for name, flops in by_class.items() if flops},
-        elementwise=elementwise,
+        elementwise=sum(work.elements for work in modules.values()),
         nodes=len(events),
         ops=dict(sorted(Counter(e["args"]["op_name"] for e in events).items())),
         unknown=tuple(sorted(unknown)),
         op_sequence=plain.hexdigest(),
         shape_sequence=shaped.hexdigest(),
+        modules=modules,
+        branches=taken(graph.controls, Counter(map(node_name, events))),
     )
 
 
-def _shapes(arguments: Mapping[str, Any], key: str) -> list[Shape]:
+def shapes(arguments: Mapping[str, Any], key: str) -> list[list[int]]:
+    """The shapes of operands or results in the arguments of an event."""
     return [next(iter(entry.values())) for entry in arguments.get(key, [])]
 
 
-# --- formulas -------------------------------------------------------------------------------------------------------
-
-
-def node_flops(op: str, inputs: Sequence[Shape], outputs: Sequence[Shape], node: onnx.NodeProto) -> int | None:
-    """The FLOPs of one execution of a node, from its profiled shapes; None when there is no formula for it."""
-    if op not in _FORMULAS or len(inputs) != sum(bool(name) for name in node.input):
-        return None
-    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-    return _FORMULAS[op][1](inputs, outputs, attributes)
-
-
-def _matmul(inputs: Sequence[Shape], outputs: Sequence[Shape], _: Mapping[str, Any]) -> int:
-    return 2 * math.prod(outputs[0]) * inputs[0][-1]
-
-
-def _gemm(inputs: Sequence[Shape], outputs: Sequence[Shape], attributes: Mapping[str, Any]) -> int:
-    return 2 * math.prod(outputs[0]) * inputs[0][0 if attributes.get("transA") else 1]
-
-
-def _conv(inputs: Sequence[Shape], outputs: Sequence[Shape], _: Mapping[str, Any]) -> int:
-    return 2 * math.prod(outputs[0]) * math.prod(inputs[1][1:])
-
-
-def _conv_transpose(inputs: Sequence[Shape], _: Sequence[Shape], __: Mapping[str, Any]) -> int:
-    return 2 * math.prod(inputs[0]) * math.prod(inputs[1][1:])
-
-
-def _einsum(inputs: Sequence[Shape], _: Sequence[Shape], attributes: Mapping[str, Any]) -> int | None:
-    return einsum_flops(attributes["equation"].decode(), inputs)
-
-
-def _recurrent(inputs: Sequence[Shape], _: Sequence[Shape], __: Mapping[str, Any]) -> int:
-    data, weight, recurrence = inputs[:3]
-    directions, gates, features = weight
-    return 2 * data[0] * data[1] * directions * gates * (features + recurrence[2])
-
-
-def _attention(inputs: Sequence[Shape], _: Sequence[Shape], __: Mapping[str, Any]) -> int | None:
-    # Packed heads and key-value caches have other formulas.
-    if len(inputs[0]) != 4 or len(inputs) > 4:
-        return None
-    return attention_flops(*inputs[:3])
-
-
-Formula = Callable[[Sequence[Shape], Sequence[Shape], Mapping[str, Any]], int | None]
-_FORMULAS: dict[str, tuple[str, Formula]] = {
-    "MatMul": (PRODUCT, _matmul),
-    "Gemm": (PRODUCT, _gemm),
-    "Einsum": (PRODUCT, _einsum),
-    "Attention": (PRODUCT, _attention),
-    "Conv": (CONVOLUTION, _conv),
-    "ConvTranspose": (CONVOLUTION, _conv_transpose),
-    **dict.fromkeys(["LSTM", "GRU", "RNN"], (RECURRENT, _recurrent)),
-}
-_CLASSES = {op: kind for op, (kind, _) in _FORMULAS.items()}
-
-# Ops that multiply no matrices: elementwise, reductions, data movement.
-FREE_OPS = frozenset(
-    [
-        *(
-            "Abs",
-            "Acos",
-            "Acosh",
-            "Add",
-            "And",
-            "Asin",
-            "Asinh",
-            "Atan",
-            "Atanh",
-            "BitShift",
-            "BitwiseAnd",
-            "BitwiseNot",
-        ),
-        *("BitwiseOr", "BitwiseXor", "Cast", "CastLike", "Ceil", "Celu", "Clip", "Cos", "Cosh", "Div", "Elu", "Equal"),
-        *("Erf", "Exp", "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish", "IsInf", "IsNaN"),
-        *("LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Mean", "Min", "Mish", "Mod", "Mul", "Neg", "Not", "Or"),
-        *("PRelu", "Pow", "QuickGelu", "Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Sin"),
-        *("Sinh", "Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tan", "Tanh", "ThresholdedRelu", "Where"),
-        *(
-            "Xor",
-            "Softmax",
-            "LogSoftmax",
-            "Hardmax",
-            "CumSum",
-            "CumProd",
-            "ArgMax",
-            "ArgMin",
-            "TopK",
-            "Unique",
-            "NonZero",
-        ),
-        *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin"),
-        *("ReduceProd", "ReduceSum", "ReduceSumSquare", "BatchNormalization", "GroupNormalization"),
-        *("InstanceNormalization", "LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"),
-        *("SkipLayerNormalization", "LpNormalization", "MeanVarianceNormalization", "LRN", "AveragePool", "MaxPool"),
-        *(
-            "GlobalAveragePool",
-            "GlobalMaxPool",
-            "LpPool",
-            "GlobalLpPool",
-            "MaxUnpool",
-            "Resize",
-            "Upsample",
-            "GridSample",
-        ),
-        *("Concat", "Constant", "ConstantOfShape", "DepthToSpace", "Dropout", "Expand", "EyeLike", "Flatten", "Gather"),
-        *("GatherElements", "GatherND", "Identity", "OneHot", "Pad", "Range", "Reshape", "ReverseSequence", "Scatter"),
-        *("ScatterElements", "ScatterND", "Shape", "Size", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile"),
-        *("Transpose", "Trilu", "Unsqueeze", "Compress", "Col2Im", "CenterCropPad", "RotaryEmbedding"),
-        *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"),
-        *("SequenceAt", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength"),
-        *("SplitToSequence", "ConcatFromSequence", "Optional", "OptionalGetElement", "OptionalHasElement"),
-    ]
-)
+def _size(arguments: Mapping[str, Any], kind: str) -> int:
+    return int(arguments.get(f"{kind}_size", 0))

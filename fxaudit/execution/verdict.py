@@ -7,25 +7,37 @@ both run in onnxruntime, and the live graph must agree with torch: otherwise the
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
-from torch.fx import GraphModule
 
 from fxaudit.controllers.rewrite import FrozenModel
-from fxaudit.errors import DataError, ExportError, SelfCheckError
-from fxaudit.execution.baking import expanded_all
+from fxaudit.errors import DataError, ExportError, RunError, SelfCheckError
+from fxaudit.execution import tables
+from fxaudit.execution.checks import (
+    TorchRun,
+    agreement,
+    agrees,
+    feed_of,
+    in_torch,
+    require_equal_counts,
+    require_same_bits,
+)
+from fxaudit.execution.evidence import gather_evidence
+from fxaudit.execution.experts import expert_use
 from fxaudit.execution.export import ExportedGraphs
-from fxaudit.execution.flops import FlopCount, executed_nodes, input_dependent, summed
-from fxaudit.execution.profile import CountedRun, CountedRuns, Feed, count_runs
+from fxaudit.execution.numerics import TOLERANCE
+from fxaudit.execution.options import ExecutionOptions
+from fxaudit.execution.probes import probes
+from fxaudit.execution.profile import CountedRun, CountedRuns, count_runs
 from fxaudit.execution.proof import Proof, prove
+from fxaudit.execution.runtime import Feed, Runtime
+from fxaudit.execution.timing import measure_time
 from fxaudit.model.inputs import batch_of
-from fxaudit.model.settings import exact_numerics
-from fxaudit.model.trace import TracedModel, restore_state
+from fxaudit.model.trace import TracedModel
 
 PROVEN_STATIC = "PROVEN_STATIC"
 OBSERVED_CONSTANT = "OBSERVED_CONSTANT"
@@ -35,33 +47,40 @@ DATA_DEPENDENT_KERNELS = "DATA_DEPENDENT_KERNELS"
 INCOMPLETE = "INCOMPLETE"
 INCOMPLETE_EXPORT = "INCOMPLETE(export)"
 
-# Float32 on CPU: 6 to 40 times what eight models showed. For both kinds of error.
-TOLERANCE = 1e-5
-
 
 @dataclass(frozen=True, slots=True)
 class ExecutionProfile:
     """What live, bound and baked execute. Every field holds plain dicts, lists, strings and numbers.
 
     `verdict` is by form: ``live``, and ``bound`` with its coefficients held at those of the first input. `per_input`
-    has one dict for each input: ``flops``, ``setup``, ``fx``, ``elementwise`` and ``nodes``, each by form. FLOPs are
-    those of nodes that the input reaches, setup those of all others. `exact` says that ``flops`` and ``fx`` agree for
-    every input and form, None when an op has no formula. `identity` compares live with bound, `fidelity` live with
-    torch, `baked` baked with the frozen torch graph under the same profile. `removed` counts nodes and parameters that
-    live has and bound has not, in total and by module. `proof` is by form; bound is proven given its coefficients.
-    `unknown` lists ops without a formula.
+    has one dict for each input: ``flops``, ``setup``, ``fx``, ``elementwise``, ``read`` and ``written`` (bytes) and
+    ``nodes``, each by form. FLOPs are those of nodes that the input reaches, setup those of all others. `modules` has
+    the same by module, `branches` how often each body of each control-flow node ran, `probes` what was run besides the
+    inputs given. `experts` is about routers, `evidence` about the optimised graphs by form, `time` about times.
+    `exact` says that ``flops`` and ``fx`` agree for every input and form, None when an op has no formula. `identity`
+    compares live with bound, `fidelity` live with torch, `baked` baked with the frozen torch graph under the same
+    profile. `removed` counts nodes and parameters that live has and bound has not, in total and by module. `proof` is
+    by form; bound is proven given its coefficients. `unknown` lists ops without a formula. `roles` says with which
+    provider, optimisation level and precision each kind of figure was made.
     """
 
     verdict: dict[str, str]
     exact: bool | None = None
     inputs: int = 0
     per_input: list[dict[str, dict[str, int]]] = field(default_factory=list)
+    modules: list[dict[str, Any]] = field(default_factory=list)
+    branches: list[dict[str, Any]] = field(default_factory=list)
+    probes: list[dict[str, Any]] = field(default_factory=list)
+    experts: list[dict[str, Any]] = field(default_factory=list)
+    evidence: dict[str, Any] = field(default_factory=dict)
+    time: list[dict[str, Any]] = field(default_factory=list)
     identity: dict[str, Any] = field(default_factory=dict)
     fidelity: dict[str, Any] = field(default_factory=dict)
     baked: dict[str, Any] = field(default_factory=dict)
     removed: dict[str, Any] = field(default_factory=dict)
     proof: dict[str, Any] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
+    roles: dict[str, dict[str, str]] = field(default_factory=dict)
     reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -69,10 +88,9 @@ class ExecutionProfile:
 
 
 def unexported(error: ExportError) -> ExecutionProfile:
-    """The profile of a model that cannot be exported: no execution claim, and why."""
-    return ExecutionProfile(
-        verdict={"live": INCOMPLETE_EXPORT, "bound": INCOMPLETE_EXPORT}, reason=str(error), unknown=[]
-    )
+    """The profile of a model that cannot be exported, or not be run once it was: no execution claim, and why."""
+    word = INCOMPLETE if isinstance(error, RunError) else INCOMPLETE_EXPORT
+    return ExecutionProfile(verdict={"live": word, "bound": word}, reason=str(error))
 
 
 def one_at_a_time(traced: TracedModel, leaves: Sequence[Any]) -> list[list[Any]]:
@@ -90,6 +108,7 @@ def execute(
     exported: ExportedGraphs,
     inputs: Sequence[Sequence[Any]],
     coefficients: Sequence[Sequence[Tensor]] | None = None,
+    options: ExecutionOptions | None = None,
 ) -> ExecutionProfile:
     """Count, compare and judge what `exported` executes for each of `inputs`.
 
@@ -99,7 +118,8 @@ def execute(
 
     Raises:
         DataError: no inputs, or coefficients for another number of them.
-        ExportError: onnxruntime cannot run a graph.
+        RunError: onnxruntime cannot load or run a graph, or died on it.
+        ProviderError: the provider asked for does not run the work.
         SelfCheckError: two counts differ, bound differs from live, live differs from torch, or a proof is contradicted.
     """
     if not inputs or (coefficients is not None and len(coefficients) != len(inputs)):
@@ -109,53 +129,160 @@ def execute(
             found=f"{len(inputs)} inputs, coefficients for {'none' if coefficients is None else len(coefficients)}",
             remedy="pass the input leaves of each run",
         )
-    torch_runs = [
-        _in_torch(frozen, exported, list(leaves), None if coefficients is None else coefficients[i])
+    options = options or ExecutionOptions()
+    real = [
+        in_torch(frozen, exported, list(leaves), None if coefficients is None else coefficients[i])
         for i, leaves in enumerate(inputs)
     ]
-    own = set(exported.input_names)
-    feeds = [_feed(exported, leaves) for leaves in inputs]
-    tapped = count_runs(exported.tapped, feeds)
-    bound_feeds = [
-        feed | {name: outputs[name] for name in exported.bound_inputs.values()}
-        for feed, outputs in zip(feeds, tapped.outputs, strict=True)
-    ]
-    runs = {"live": count_runs(exported.live, feeds), "bound": count_runs(exported.bound, bound_feeds)}
-    if exported.baked is not None:
-        runs["baked"] = count_runs(exported.baked, feeds)
-    proofs = {"live": prove(exported.live), "bound": prove(exported.bound, own)}
-    unknown = _unknown(runs, torch_runs)
-    _require_equal_counts(runs, torch_runs, exact=not unknown)
-    verdicts = dict.fromkeys(proofs, INCOMPLETE)
-    if not unknown:
-        held = _held(exported, feeds, bound_feeds)
-        verdicts = {
-            "live": classify(proofs["live"], runs["live"].runs),
-            "bound": classify(proofs["bound"], held.runs if held is not None else runs["bound"].runs),
+    made_up = probes(frozen.traced, inputs[0]) if options.probing else {}
+    probed = [in_torch(frozen, exported, leaves, budget=0) for leaves in made_up.values()]
+    with Runtime() as runtime:
+        return _Execution(frozen, exported, real, dict(zip(made_up, probed, strict=True)), runtime, options).profile()
+
+
+class _Execution:
+    """The runs of one model in onnxruntime, and what they say beside its runs in torch."""
+
+    def __init__(
+        self,
+        frozen: FrozenModel,
+        exported: ExportedGraphs,
+        real: Sequence[TorchRun],
+        probed: Mapping[str, TorchRun],
+        runtime: Runtime,
+        options: ExecutionOptions,
+    ) -> None:
+        self.frozen, self.exported, self.real, self.probed = frozen, exported, real, probed
+        self.runtime, self.options = runtime, options
+        self.feeds = [feed_of(exported, run.leaves) for run in real]
+        self.probe_feeds = [feed_of(exported, run.leaves) for run in probed.values()]
+        self.proofs = {"live": prove(exported.live), "bound": prove(exported.bound, set(exported.input_names))}
+
+    def profile(self) -> ExecutionProfile:
+        exported, proof = self.exported, self.proofs["live"]
+        tapped = self._count(exported.tapped, self.feeds)
+        self.bound_feeds: list[Feed] = [
+            {**feed, **{name: outputs[name] for name in exported.bound_inputs.values()}}
+            for feed, outputs in zip(self.feeds, tapped.outputs, strict=True)
+        ]
+        live = self._count(exported.live, [*self.feeds, *self.probe_feeds])
+        runs = {"live": _first(live, len(self.feeds)), "bound": self._count(exported.bound, self.bound_feeds)}
+        if exported.baked is not None:
+            runs["baked"] = self._count(exported.baked, self.feeds)
+        probe_runs = live.runs[len(self.feeds) :]
+        held = self._held()
+        unknown = self._unknown([*live.runs, *(run for form in runs.values() for run in form.runs)])
+        shown = self._probes(live, unknown)
+        if not unknown:
+            for form, counted in runs.items():
+                require_equal_counts(form, counted.runs, self.real, "input")
+        if not proof.random:
+            require_same_bits(runs["live"], runs["bound"], exported.output_names)
+        judged = {"live": live.runs, "bound": held.runs if held is not None else runs["bound"].runs}
+        verdicts = {form: INCOMPLETE if unknown else classify(self.proofs[form], judged[form]) for form in judged}
+        return ExecutionProfile(
+            verdict=verdicts,
+            exact=None if unknown else True,
+            inputs=len(self.real),
+            per_input=tables.per_input(runs, self.real),
+            modules=tables.by_module(runs),
+            branches=tables.branches(live.controls, runs["live"].runs, dict(zip(self.probed, probe_runs, strict=True))),
+            probes=shown,
+            experts=expert_use(
+                self.frozen, [run.coefficients for run in self.real], [run.counted for run in self.real]
+            ),
+            identity={"bitwise": None if proof.random else True, "random": list(proof.random)},
+            fidelity=self._fidelity(runs["live"], proof),
+            baked=self._baked(runs.get("baked"), proof),
+            evidence=self._evidence(),
+            time=self._time(),
+            removed=tables.removed(exported),
+            proof={form: tables.proof(found) for form, found in self.proofs.items()},
+            unknown=unknown,
+            roles=tables.roles(self.frozen.traced, self.options),
+        )
+
+    def _count(self, path: Path, feeds: Sequence[Feed]) -> CountedRuns:
+        return count_runs(path, feeds, runtime=self.runtime)
+
+    def _held(self) -> CountedRuns | None:
+        """Runs of bound in which the inputs change and the coefficients stay those of the first input.
+
+        That is what a proof about bound speaks of. None when coefficients have other shapes for other inputs.
+        """
+        fixed = {name: self.bound_feeds[0][name] for name in self.exported.bound_inputs.values()}
+        if any(feed[name].shape != value.shape for feed in self.bound_feeds for name, value in fixed.items()):
+            return None
+        return self._count(self.exported.bound, [{**feed, **fixed} for feed in (*self.feeds, *self.probe_feeds)])
+
+    def _unknown(self, runs: Sequence[CountedRun]) -> list[str]:
+        """The ops without a formula, in onnxruntime and in torch."""
+        found = {f"onnx {op}" for run in runs for op in run.unknown}
+        in_torch = (*self.real, *self.probed.values())
+        found |= {f"torch {op}" for run in in_torch for count in run.flops.values() for op in count.unknown}
+        return sorted(found)
+
+    def _probes(self, live: CountedRuns, unknown: Sequence[str]) -> list[dict[str, Any]]:
+        """What the made-up inputs executed; their counts must agree as well, wherever their outputs do."""
+        rows = []
+        real = live.runs[: len(self.real)]
+        for i, (name, run) in enumerate(self.probed.items()):
+            counted = live.runs[len(self.real) + i]
+            comparable = not self.proofs["live"].random and agrees(live.outputs[len(self.real) + i], run, self.exported)
+            if comparable and not unknown:
+                require_equal_counts("live", [counted], [run], f"made-up input `{name}`,")
+            rows.append(tables.probe(name, counted, real, comparable))
+        return rows
+
+    def _fidelity(self, counted: CountedRuns, proof: Proof) -> dict[str, Any]:
+        if proof.random:
+            return {"relative_l2": None, "relative_max": None, "limit": TOLERANCE, "referee": None}
+        diverging = {
+            "traced": self.frozen.traced,
+            "runtime": self.runtime,
+            "leaves": [run.leaves for run in self.real],
         }
-    return ExecutionProfile(
-        verdict=verdicts,
-        exact=None if unknown else True,
-        inputs=len(inputs),
-        per_input=_per_input(runs, torch_runs),
-        identity=_identity(runs["live"], runs["bound"], proofs["live"], exported),
-        fidelity=_fidelity(runs["live"], [run.outputs for run in torch_runs], proofs["live"], exported, "live.onnx"),
-        baked=_baked(runs, torch_runs, proofs["live"], exported),
-        removed=_removed(exported),
-        proof={form: _proof(proof) for form, proof in proofs.items()},
-        unknown=unknown,
-    )
+        expected = [(run.outputs, run.referee) for run in self.real]
+        return agreement(counted.outputs, expected, self.exported, "live.onnx", diverging).to_json()
+
+    def _baked(self, counted: CountedRuns | None, proof: Proof) -> dict[str, Any]:
+        if counted is None:
+            return {}
+        found: dict[str, Any] = {"expanded": list(self.exported.expanded)}
+        if proof.random:
+            return {"relative_l2": None, "relative_max": None, "limit": TOLERANCE, "referee": None, **found}
+        expected = [(run.baked or [], run.baked_referee) for run in self.real]
+        return agreement(counted.outputs, expected, self.exported, "baked.onnx").to_json() | found
+
+    def _models(self) -> dict[str, tuple[Path, Feed]]:
+        """Each form with the feed of the first input."""
+        found: dict[str, tuple[Path, Feed]] = {
+            "live": (self.exported.live, self.feeds[0]),
+            "bound": (self.exported.bound, self.bound_feeds[0]),
+        }
+        if self.exported.baked is not None:
+            found["baked"] = (self.exported.baked, self.feeds[0])
+        return found
+
+    def _evidence(self) -> dict[str, Any]:
+        if not self.options.evident:
+            return {}
+        feeds: dict[str, Sequence[Feed]] = {"live": self.feeds, "bound": self.bound_feeds, "baked": self.feeds}
+        return {
+            form: gather_evidence(path, feeds[form], self.runtime, self.options.provider).to_json()
+            for form, (path, _) in self._models().items()
+        }
+
+    def _time(self) -> list[dict[str, Any]]:
+        if not self.options.timed:
+            return []
+        options = self.options
+        found = measure_time(self._models(), self.runtime, options.provider, blocks=options.blocks, seed=options.seed)
+        return [comparison.to_json() for comparison in found]
 
 
-def _held(exported: ExportedGraphs, feeds: Sequence[Feed], bound_feeds: Sequence[Feed]) -> CountedRuns | None:
-    """Runs of bound in which the inputs change and the coefficients stay those of the first input.
-
-    That is what a proof about bound speaks of. None when coefficients have other shapes for other inputs.
-    """
-    fixed = {name: bound_feeds[0][name] for name in exported.bound_inputs.values()}
-    if any(feed[name].shape != value.shape for feed in bound_feeds for name, value in fixed.items()):
-        return None
-    return count_runs(exported.bound, [{**feed, **fixed} for feed in feeds])
+def _first(counted: CountedRuns, count: int) -> CountedRuns:
+    return CountedRuns(counted.runs[:count], counted.outputs[:count], counted.controls)
 
 
 def classify(proof: Proof, runs: Sequence[CountedRun]) -> str:
@@ -182,194 +309,3 @@ def classify(proof: Proof, runs: Sequence[CountedRun]) -> str:
     if len(kernels) > 1:
         return DATA_DEPENDENT_KERNELS
     return REDISTRIBUTED if len({run.flops for run in runs}) == 1 else DATA_DEPENDENT_SHAPES
-
-
-# --- torch ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _TorchRun:
-    """One input in torch: the outputs that ONNX also has, and FLOPs by form."""
-
-    outputs: list[Tensor]
-    baked_outputs: list[Tensor] | None
-    flops: dict[str, FlopCount]
-
-
-def _in_torch(
-    frozen: FrozenModel, exported: ExportedGraphs, leaves: list[Any], given: Sequence[Tensor] | None
-) -> _TorchRun:
-    traced = frozen.traced
-    names = [n.name for n in traced.placeholders()]
-    with exact_numerics():
-        outputs, values = frozen.run_tapped(leaves)
-        values = values[: len(frozen.coefficients)] if given is None else tuple(given)
-        flops = {
-            "live": _count(traced, traced.graph_module, leaves, None),
-            "bound": _count(traced, frozen.frozen, [*leaves, *values], None),
-        }
-        baked_outputs = None
-        if exported.profile is not None:
-            batch = batch_of((tuple(leaves), {}))
-            static = expanded_all(dict(exported.profile), frozen.coefficients, traced.sample, batch)
-            flops["baked"] = _count(traced, frozen.frozen, [*leaves, *static], names)
-            baked_outputs = [frozen.run_frozen(leaves, static)[i] for i in exported.output_positions]
-    return _TorchRun([outputs[i] for i in exported.output_positions], baked_outputs, flops)
-
-
-def _count(traced: TracedModel, module: GraphModule, leaves: Sequence[Any], inputs: Sequence[str] | None) -> FlopCount:
-    read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    restore_state(module, {name: value for name, value in traced.initial_state.items() if name in read})
-    own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return summed(executed_nodes(module, own), input_dependent(module.graph, inputs))
-
-
-def _feed(exported: ExportedGraphs, leaves: Sequence[Any]) -> dict[str, np.ndarray]:
-    return {
-        name: leaves[position].detach().cpu().numpy()
-        for name, position in zip(exported.input_names, exported.input_positions, strict=True)
-    }
-
-
-# --- cross-checks ---------------------------------------------------------------------------------------------------
-
-
-def _unknown(runs: Mapping[str, CountedRuns], torch_runs: Sequence[_TorchRun]) -> list[str]:
-    """The ops without a formula, in onnxruntime and in torch."""
-    found = {f"onnx {op}" for form in runs.values() for run in form.runs for op in run.unknown}
-    found |= {f"torch {op}" for run in torch_runs for count in run.flops.values() for op in count.unknown}
-    return sorted(found)
-
-
-def _require_equal_counts(runs: Mapping[str, CountedRuns], torch_runs: Sequence[_TorchRun], exact: bool) -> None:
-    if not exact:
-        return
-    for form, counted in runs.items():
-        for i, (run, in_torch) in enumerate(zip(counted.runs, torch_runs, strict=True)):
-            expected = in_torch.flops[form]
-            if run.flops == expected.per_input:
-                continue
-            kinds = sorted({*run.by_class, *expected.by_class})
-            kind = next(k for k in kinds if run.by_class.get(k, 0) != expected.by_class.get(k, 0))
-            raise SelfCheckError(
-                f"torch and onnxruntime do not execute the same work in {form}.onnx",
-                where=f"input {i}; first difference: {kind}",
-                expected=f"{expected.by_class.get(kind, 0):,} FLOPs of {kind} (torch graph)",
-                found=f"{run.by_class.get(kind, 0):,} (onnxruntime)",
-                remedy="report this model: one of the two counts, or the export, is wrong",
-                form=form,
-                kind=kind,
-            )
-
-
-def _identity(live: CountedRuns, bound: CountedRuns, proof: Proof, exported: ExportedGraphs) -> dict[str, Any]:
-    """Live against bound fed what live computed, in onnxruntime under the same options; None where numbers are random.
-
-    Raises:
-        SelfCheckError: a bit differs.
-    """
-    if proof.random:
-        return {"bitwise": None, "random": list(proof.random)}
-    for i, (a, b) in enumerate(zip(live.outputs, bound.outputs, strict=True)):
-        for name in exported.output_names:
-            if (
-                a[name].dtype != b[name].dtype
-                or a[name].shape != b[name].shape
-                or a[name].tobytes() != b[name].tobytes()
-            ):
-                raise SelfCheckError(
-                    f"bound.onnx does not reproduce live.onnx at output `{name}`",
-                    where=f"input {i}",
-                    expected="the same bits, with the coefficients that live computed",
-                    found=f"a relative difference of {_relative(a[name], b[name])[1]:.3g}",
-                    remedy="report this model",
-                )
-    return {"bitwise": True, "random": []}
-
-
-def _fidelity(
-    counted: CountedRuns, expected: Sequence[Sequence[Tensor]], proof: Proof, exported: ExportedGraphs, file: str
-) -> dict[str, Any]:
-    """How far onnxruntime is from torch: the worst relative L2 and largest-element errors over inputs and outputs.
-
-    Raises:
-        SelfCheckError: one of them is above the limit.
-    """
-    if proof.random:
-        return {"relative_l2": None, "relative_max": None, "limit": TOLERANCE}
-    worst = (0.0, 0.0)
-    for i, (outputs, tensors) in enumerate(zip(counted.outputs, expected, strict=True)):
-        for name, tensor in zip(exported.output_names, tensors, strict=True):
-            errors = _relative(tensor.detach().cpu().numpy(), outputs[name])
-            if not max(errors) <= TOLERANCE:
-                raise SelfCheckError(
-                    f"{file} does not compute what the torch graph computes at output `{name}`",
-                    where=f"input {i}",
-                    expected=f"relative errors of at most {TOLERANCE:g}",
-                    found=f"{errors[0]:.3g} in L2, {errors[1]:.3g} of the largest element",
-                    remedy="ties in a top-k are broken differently in the two; otherwise report this model",
-                )
-            worst = max(worst[0], errors[0]), max(worst[1], errors[1])
-    return {"relative_l2": worst[0], "relative_max": worst[1], "limit": TOLERANCE}
-
-
-def _relative(expected: np.ndarray, found: np.ndarray) -> tuple[float, float]:
-    """The L2 error relative to the L2 norm, and the largest error relative to the largest element."""
-    if expected.shape != found.shape:
-        return float("inf"), float("inf")
-    a, b = expected.astype(np.float64), found.astype(np.float64)
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    difference = np.nan_to_num(np.where(same, 0.0, np.abs(np.where(same, 0.0, a) - np.where(same, 0.0, b))), nan=np.inf)
-    if not difference.any():
-        return 0.0, 0.0
-    finite = a[np.isfinite(a)]
-    norm, largest = float(np.linalg.norm(finite)), float(np.abs(finite).max(initial=0.0))
-    errors = float(np.linalg.norm(difference)), float(difference.max())
-    return (errors[0] / norm if norm else float("inf")), (errors[1] / largest if largest else float("inf"))
-
-
-def _baked(
-    runs: Mapping[str, CountedRuns], torch_runs: Sequence[_TorchRun], proof: Proof, exported: ExportedGraphs
-) -> dict[str, Any]:
-    if "baked" not in runs:
-        return {}
-    expected = [run.baked_outputs or [] for run in torch_runs]
-    return _fidelity(runs["baked"], expected, proof, exported, "baked.onnx") | {"expanded": list(exported.expanded)}
-
-
-# --- report ---------------------------------------------------------------------------------------------------------
-
-
-def _per_input(runs: Mapping[str, CountedRuns], torch_runs: Sequence[_TorchRun]) -> list[dict[str, dict[str, int]]]:
-    rows = []
-    for i, in_torch in enumerate(torch_runs):
-        own = {form: counted.runs[i] for form, counted in runs.items()}
-        rows.append(
-            {
-                "flops": {form: run.flops for form, run in own.items()},
-                "fx": {form: in_torch.flops[form].per_input for form in own},
-                "setup": {form: run.setup for form, run in own.items()},
-                "elementwise": {form: run.elementwise for form, run in own.items()},
-                "nodes": {form: run.nodes for form, run in own.items()},
-            }
-        )
-    return rows
-
-
-def _removed(exported: ExportedGraphs) -> dict[str, Any]:
-    modules = exported.removed_by_module
-    return {
-        "nodes": sum(row["nodes"] for row in modules),
-        "parameters": sum(row["parameters"] for row in modules),
-        "ops": dict(sorted(Counter(node.op for node in exported.removed_nodes).items())),
-        "modules": modules,
-    }
-
-
-def _proof(proof: Proof) -> dict[str, Any]:
-    return {
-        "static": proof.static,
-        "roots": [dataclasses.asdict(root) for root in proof.roots],
-        "random": list(proof.random),
-        "opaque": list(proof.opaque),
-    }

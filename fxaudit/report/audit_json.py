@@ -170,7 +170,11 @@ def _data(data: DataSet) -> dict[str, Any]:
 
 
 def execution(found: dict[str, Any], traced: TracedModel) -> dict[str, Any]:
-    """What ran, by form: `live` with its controllers, `bound` with coefficients as inputs, `baked` as constants."""
+    """What ran, by form: `live` with its controllers, `bound` with coefficients as inputs, `baked` as constants.
+
+    `roles` says for each kind of figure with which provider, optimisation level and precision it was made: COUNT for
+    all FLOPs, elements, bytes and nodes; EVIDENCE for the kernels of the optimised graphs; TIME for times.
+    """
     if not found["per_input"]:
         return {"verdict": found["verdict"]["live"], "error": found["reason"]}
     rows = found["per_input"]
@@ -184,27 +188,38 @@ def execution(found: dict[str, Any], traced: TracedModel) -> dict[str, Any]:
             "fx_flops": [row["fx"].get(form) for row in rows],
             "setup_flops": max(row["setup"][form] for row in rows),
             "elements": [row["elementwise"][form] for row in rows],
+            "bytes_read": [row["read"][form] for row in rows],
+            "bytes_written": [row["written"][form] for row in rows],
             "executed_nodes": [row["nodes"][form] for row in rows],
             "parameters": total - (found["removed"]["parameters"] if form != "live" else 0),
             "static": proof.get("static"),
             "roots": proof.get("roots", []),
+            "opaque": proof.get("opaque", []),
+            "random": proof.get("random", []),
             "unknown": found["unknown"] if form == "live" else [],
+            "evidence": found["evidence"].get(form),
         }
     return {
         "verdict": found["verdict"]["live"],
         "reason": found["reason"],
         "inputs": found["inputs"],
         "exact": found["exact"],
+        "roles": found["roles"],
         "forms": forms,
         "removed": found["removed"]["modules"],
+        "modules": found["modules"],
+        "branches": found["branches"],
+        "probes": found["probes"],
+        "experts": found["experts"],
+        "time": found["time"],
         "agreement": {
             "live_bound_bitwise": found["identity"]["bitwise"],
             "torch_rel_l2": found["fidelity"]["relative_l2"],
             "torch_max_rel": found["fidelity"]["relative_max"],
             "limit": found["fidelity"]["limit"],
+            "referee": found["fidelity"]["referee"],
+            "baked": found["baked"],
         },
-        "role": "COUNT",
-        "provider": "CPUExecutionProvider",
         "onnxruntime": metadata.version("onnxruntime-gpu") if _has_gpu_build() else metadata.version("onnxruntime"),
     }
 

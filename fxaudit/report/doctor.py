@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from fxaudit import __version__
+from fxaudit.errors import AuditError
+from fxaudit.execution.options import CUDA
 from fxaudit.provenance import environment
 
 _REQUIRED = (
@@ -42,9 +44,9 @@ def examine(patterns: Path) -> dict[str, Any]:
     ]
     runtime, runtime_problems = _onnxruntime()
     problems += runtime_problems
-    cuda = torch.cuda.is_available()
-    if cuda and "CUDAExecutionProvider" not in runtime["providers"]:
-        notes.append("torch sees a GPU but this onnxruntime has no CUDA provider: pip install onnxruntime-gpu")
+    gpu = _gpu(runtime)
+    notes += gpu.pop("notes")
+    problems += gpu.pop("problems")
     if not list(patterns.glob("*.toml")):
         problems.append(f"no pattern file in {patterns}: reinstall fxaudit")
     return {
@@ -52,7 +54,11 @@ def examine(patterns: Path) -> dict[str, Any]:
         "fxaudit": __version__,
         "versions": versions,
         "onnxruntime": runtime,
-        "torch": {"cuda": cuda, "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]},
+        "torch": {
+            "cuda": torch.cuda.is_available(),
+            "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
+        "gpu": gpu,
         "environment": environment(),
         "patterns": {"path": str(patterns), "files": len(list(patterns.glob("*.toml")))},
         "problems": problems,
@@ -73,7 +79,51 @@ def _onnxruntime() -> tuple[dict[str, Any], list[str]]:
         problems.append(
             "onnxruntime and onnxruntime-gpu are both installed and overwrite each other: uninstall onnxruntime"
         )
-    return {"version": onnxruntime.__version__, "providers": list(onnxruntime.get_available_providers())}, problems
+    return {
+        "version": onnxruntime.__version__,
+        "providers": list(onnxruntime.get_available_providers()),
+        "cuda_version": getattr(onnxruntime, "cuda_version", None) or None,
+    }, problems
+
+
+def _gpu(runtime: dict[str, Any]) -> dict[str, Any]:
+    """Which CUDA and cuDNN torch and onnxruntime are built for, whether those fit, and whether onnxruntime really runs
+    on the GPU.
+
+    The providers that onnxruntime lists are those that it was built with, so only a run on one tells.
+    """
+    built_for = {"torch": torch.version.cuda, "onnxruntime": runtime.get("cuda_version")}
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    notes: list[str] = []
+    problems: list[str] = []
+    present = torch.cuda.is_available()
+    if present and CUDA not in runtime["providers"]:
+        notes.append("torch sees a GPU but this onnxruntime has no CUDA provider: pip install onnxruntime-gpu")
+    majors = {name: version.partition(".")[0] for name, version in built_for.items() if version}
+    if len(set(majors.values())) > 1:
+        text = (
+            f"onnxruntime is built for CUDA {built_for['onnxruntime']} and torch for {built_for['torch']}: they cannot"
+            " share libraries; install versions of one CUDA, or pip install 'onnxruntime-gpu[cuda,cudnn]'"
+        )
+        (problems if present else notes).append(text)
+    usable, reason = False, "torch sees no GPU"
+    if present and CUDA in runtime["providers"]:
+        from fxaudit.execution.evidence import require_usable
+
+        try:
+            require_usable(CUDA)
+            usable, reason = True, ""
+        except AuditError as error:
+            reason = f"{error.what}: {error.found}"
+            problems.append(f"{reason}; onnxruntime needs a driver for CUDA {built_for['onnxruntime']} and cuDNN 9")
+    return {
+        "cuda": built_for,
+        "cudnn": cudnn,
+        "onnxruntime_usable": usable,
+        "reason": reason,
+        "notes": notes,
+        "problems": problems,
+    }
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -86,6 +136,11 @@ def show(found: dict[str, Any], console: Console) -> None:
         soft_wrap=True,
     )
     console.print(Text(f"  {'GPU':<14}{', '.join(found['torch']['devices']) or 'none'}"))
+    gpu = found["gpu"]
+    fits = ", ".join(f"{name} for {version or 'no CUDA'}" for name, version in gpu["cuda"].items())
+    cudnn = f", cuDNN {gpu['cudnn']}" if gpu["cudnn"] else ""
+    usable = "--provider cuda works" if gpu["onnxruntime_usable"] else f"--provider cuda does not work: {gpu['reason']}"
+    console.print(Text(f"  {'CUDA':<14}{fits}{cudnn}; {usable}"), soft_wrap=True)
     console.print(
         Text(f"  {'patterns':<14}{found['patterns']['files']} in {found['patterns']['path']}"), soft_wrap=True
     )

@@ -177,4 +177,18 @@ def _execution(found: Mapping[str, Any]) -> dict[str, Any]:
         "removed": found.get("removed", ()),
         "roots": roots,
         "unknown": [(name, op) for name, form in forms.items() for op in form["unknown"]],
+        "roles": {role: _role(role, how) for role, how in found.get("roles", {}).items()},
+        "kernels": [
+            (name, kernel) for name, form in forms.items() if form["evidence"] for kernel in form["evidence"]["kernels"]
+        ],
+        "modules": [row for row in found.get("modules", ()) if any(row[form]["flops"] != [0] for form in forms)],
     }
+
+
+def _role(role: str, how: Mapping[str, str]) -> str:
+    """Where a figure comes from, in the words that stand beside it."""
+    level = _LEVELS.get(how["level"], how["level"])
+    return f"role {role}, {how['provider']}, {how['precision']}, {level}"
+
+
+_LEVELS = {"ORT_DISABLE_ALL": "graph as exported", "ORT_ENABLE_ALL": "all optimisations"}

@@ -2,13 +2,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
-import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from fxaudit.errors import ExportError, SelfCheckError
-from fxaudit.execution.profile import FREE_OPS, count_options, count_runs, open_session, split_runs
+from fxaudit.errors import SelfCheckError
+from fxaudit.execution.formulas import FREE_OPS
+from fxaudit.execution.profile import Work, count_runs, split_runs
+from fxaudit.execution.runtime import Runtime
 
 RNG = np.random.default_rng(0)
 
@@ -24,6 +24,12 @@ def save(path, nodes, inputs, outputs, initializers):
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     onnx.save(proto, path)
     return path
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    with Runtime() as found:
+        yield found
 
 
 def node(op, inputs, outputs, **attributes):
@@ -60,30 +66,30 @@ def floats(*shape):
     ],
     ids=lambda value: value.op_type if isinstance(value, onnx.NodeProto) else "",
 )
-def test_flops_follow_the_profiled_shapes(tmp_path, made, x, weights, flops):
+def test_flops_follow_the_profiled_shapes(tmp_path, runtime, made, x, weights, flops):
     path = save(tmp_path / "m.onnx", [made], {"x": x}, ["y"], {n: floats(*s) for n, s in weights.items()})
-    run = count_runs(path, [{"x": floats(*x)}]).runs[0]
+    run = count_runs(path, [{"x": floats(*x)}], runtime=runtime).runs[0]
     assert (run.flops, run.setup, run.unknown, run.nodes) == (flops, 0, (), 1)
 
 
-def test_work_that_no_input_reaches_is_setup(tmp_path):
+def test_work_that_no_input_reaches_is_setup(tmp_path, runtime):
     nodes = [node("MatMul", "u v", "w"), node("MatMul", "x w", "h"), node("Relu", "h", "y")]
     path = save(tmp_path / "m.onnx", nodes, {"x": ("n", 5)}, ["y"], {"u": floats(5, 2), "v": floats(2, 3)})
-    run = count_runs(path, [{"x": floats(4, 5)}]).runs[0]
+    run = count_runs(path, [{"x": floats(4, 5)}], runtime=runtime).runs[0]
     assert (run.flops, run.setup) == (2 * 4 * 5 * 3, 2 * 5 * 2 * 3)
     assert run.elementwise == 4 * 3
     assert run.ops == {"MatMul": 2, "Relu": 1}
 
 
-def test_an_op_without_a_formula_is_unknown_and_counts_nothing(tmp_path):
+def test_an_op_without_a_formula_is_unknown_and_counts_nothing(tmp_path, runtime):
     nodes = [node("MatMul", "x w", "h"), node("Det", "h", "y")]
     path = save(tmp_path / "m.onnx", nodes, {"x": (2, 4)}, ["y"], {"w": floats(4, 2)})
-    run = count_runs(path, [{"x": floats(2, 4)}]).runs[0]
+    run = count_runs(path, [{"x": floats(2, 4)}], runtime=runtime).runs[0]
     assert (run.unknown, run.flops) == (("Det",), 2 * 2 * 4 * 2)
     assert "Det" not in FREE_OPS
 
 
-def test_only_the_branch_that_ran_is_counted_and_the_branch_node_itself_is_not(tmp_path):
+def test_only_the_branch_that_ran_is_counted_and_the_branch_node_itself_is_not(tmp_path, runtime):
     def branch(name, inner):
         result = helper.make_tensor_value_info(name, TensorProto.FLOAT, (2, 4))
         return helper.make_graph(inner, name, [], [result])
@@ -100,16 +106,16 @@ def test_only_the_branch_that_ran_is_counted_and_the_branch_node_itself_is_not(t
         ),
     ]
     path = save(tmp_path / "m.onnx", nodes, {"x": (2, 4)}, ["y"], {"w": floats(4, 4), "zero": np.float32(0)})
-    counted = count_runs(path, [{"x": np.full((2, 4), v, np.float32)} for v in (1, -1, 2)])
+    counted = count_runs(path, [{"x": np.full((2, 4), v, np.float32)} for v in (1, -1, 2)], runtime=runtime)
     assert [run.flops for run in counted.runs] == [2 * 2 * 4 * 4, 0, 2 * 2 * 4 * 4]
     assert counted.runs[0].elementwise == 2
     assert counted.runs[0].op_sequence == counted.runs[2].op_sequence != counted.runs[1].op_sequence
     np.testing.assert_array_equal(counted.outputs[1]["y"], np.ones((2, 4), np.float32))
 
 
-def test_shapes_tell_runs_apart_that_execute_the_same_ops(tmp_path):
+def test_shapes_tell_runs_apart_that_execute_the_same_ops(tmp_path, runtime):
     path = save(tmp_path / "m.onnx", [node("Relu", "x", "y")], {"x": ("n",)}, ["y"], {})
-    first, second = count_runs(path, [{"x": floats(2)}, {"x": floats(3)}]).runs
+    first, second = count_runs(path, [{"x": floats(2)}, {"x": floats(3)}], runtime=runtime).runs
     assert first.op_sequence == second.op_sequence
     assert first.shape_sequence != second.shape_sequence
 
@@ -124,17 +130,33 @@ def test_a_profile_that_lost_a_run_or_an_event_is_refused():
         split_runs([run, inside | {"ts": 11}], 1, Path("m.onnx"))
 
 
-def test_a_file_that_is_no_model_is_an_export_error(tmp_path):
-    (tmp_path / "m.onnx").write_bytes(b"nothing")
-    with pytest.raises(ExportError) as raised:
-        open_session(tmp_path / "m.onnx", count_options(str(tmp_path)))
-    assert raised.value.exit_code == 7
+def test_bytes_are_those_of_operands_and_results_and_work_belongs_to_modules(tmp_path, runtime):
+    product, bent = node("MatMul", "x w", "h"), node("Relu", "h", "y")
+    product.metadata_props.add(key="pkg.torch.onnx.name_scopes", value="['', 'layer', 'matmul']")
+    path = save(tmp_path / "m.onnx", [product, bent], {"x": (2, 5)}, ["y"], {"w": floats(5, 3)})
+    run = count_runs(path, [{"x": floats(2, 5)}], runtime=runtime).runs[0]
+    assert run.modules == {
+        "layer": Work(flops=2 * 2 * 5 * 3, read=4 * (2 * 5 + 5 * 3), written=4 * 2 * 3),
+        "": Work(elements=2 * 3, read=4 * 2 * 3, written=4 * 2 * 3),
+    }
+    assert (run.bytes_read, run.bytes_written) == (4 * (10 + 15 + 6), 4 * 12)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which onnxruntime falls back")
-def test_falling_back_from_a_requested_provider_is_an_error(tmp_path):
-    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-        pytest.skip("this onnxruntime is built without CUDA and says so itself")
-    path = save(tmp_path / "m.onnx", [node("Relu", "x", "y")], {"x": (2,)}, ["y"], {})
-    with pytest.raises(ExportError, match=r"does not run m\.onnx on CUDAExecutionProvider"):
-        count_runs(path, [{"x": floats(2)}], provider="CUDAExecutionProvider")
+def test_a_branch_without_a_module_of_its_own_belongs_to_that_of_its_node_and_is_counted_as_taken(tmp_path, runtime):
+    def branch(name, inner):
+        return helper.make_graph(inner, name, [], [helper.make_tensor_value_info(name, TensorProto.FLOAT, (2,))])
+
+    chosen = node(
+        "If",
+        "c",
+        "y",
+        then_branch=branch("t", [node("Abs", "x", "t")]),
+        else_branch=branch("e", [node("Neg", "x", "e")]),
+    )
+    chosen.metadata_props.add(key="pkg.torch.onnx.name_scopes", value="['', 'router', 'cond']")
+    nodes = [node("ReduceMean", "x", "m", keepdims=0), node("Greater", "m zero", "c"), chosen]
+    path = save(tmp_path / "m.onnx", nodes, {"x": (2,)}, ["y"], {"zero": np.float32(0)})
+    counted = count_runs(path, [{"x": np.full(2, v, np.float32)} for v in (1, -1, 2)], runtime=runtime)
+    assert [run.branches["n_y"] for run in counted.runs] == [(1, 0), (0, 1), (1, 0)]
+    assert counted.controls[0].bodies == ("then_branch", "else_branch")
+    assert {run.modules["router"].elements for run in counted.runs} == {2}

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxaudit
-from fxaudit.errors import DataError, ExportError, SelfCheckError
-from fxaudit.execution import verdict
+from fxaudit.errors import DataError, ExportError, RunError, SelfCheckError
 from fxaudit.execution.export import export_graphs
+from fxaudit.execution.options import ExecutionOptions
 from fxaudit.execution.profile import CountedRun
 from fxaudit.execution.proof import Proof
 from fxaudit.execution.verdict import classify, execute, one_at_a_time, unexported
@@ -144,12 +144,13 @@ def means(frozen):
     return profile
 
 
-def audited(model, example, directory, *, inputs=None, baked=True):
+def audited(model, example, directory, *, inputs=None, baked=True, probing=True):
     torch.manual_seed(0)
     frozen = fxaudit.freeze(model().eval(), example)
     exported = export_graphs(frozen, directory, means(frozen) if baked else None)
     leaves = frozen.traced.flatten(((inputs,), {}) if inputs is not None else frozen.traced.subject.arguments)
-    return frozen, exported, execute(frozen, exported, one_at_a_time(frozen.traced, leaves))
+    options = ExecutionOptions(probing=probing)
+    return frozen, exported, execute(frozen, exported, one_at_a_time(frozen.traced, leaves), options=options)
 
 
 def counts(profile, form, kind="flops"):
@@ -296,8 +297,9 @@ def test_a_branch_on_the_input_has_other_kernels_and_is_counted_as_taken(tmp_pat
 
 
 def test_a_branch_that_never_flips_is_observed_and_not_proven(tmp_path):
-    _, _, profile = audited(BranchOnInput, (x(),), tmp_path, inputs=x(4, 1.0), baked=False)
+    _, _, profile = audited(BranchOnInput, (x(),), tmp_path, inputs=x(4, 1.0), baked=False, probing=False)
     assert profile.verdict["live"] == "OBSERVED_CONSTANT"
+    assert [branch["never"] for branch in profile.branches] == [["else_branch"]]
 
 
 def test_a_branch_on_the_coefficient_is_static_once_it_is_bound(tmp_path):
@@ -363,6 +365,11 @@ def test_a_proof_that_the_runs_contradict_is_a_failed_self_check():
         classify(proof_of(True), [run_of(shapes="s"), run_of(shapes="t")])
 
 
+def with_files(exported, **paths):
+    """An export some of whose files are others."""
+    return replace(exported, **paths)
+
+
 def altered(path, target, change):
     """A copy of a model with one initializer changed."""
     proto = onnx.load(path)
@@ -378,23 +385,43 @@ def test_a_bound_graph_that_differs_within_tolerance_is_a_failed_self_check(bloc
     frozen, exported, _ = blocks
     bound = altered(exported.bound, "1.down.bias", lambda bias: bias + np.float32(1e-6))
     with pytest.raises(SelfCheckError, match=r"bound\.onnx does not reproduce live\.onnx"):
-        execute(frozen, replace(exported, bound=bound), [[x(1)]])
+        execute(frozen, with_files(exported, bound=bound), [[x(1)]])
 
 
-def test_a_live_graph_that_differs_from_torch_is_a_failed_self_check(blocks):
+def test_a_live_graph_that_differs_from_torch_is_a_failed_self_check_that_names_the_first_node(blocks):
     frozen, exported, _ = blocks
     wrong = {
         form: altered(getattr(exported, form), "1.down.bias", lambda bias: bias + 1)
         for form in ("live", "tapped", "bound")
     }
-    with pytest.raises(SelfCheckError, match=r"live\.onnx does not compute what the torch graph computes"):
-        execute(frozen, replace(exported, **wrong), [[x(1)]])
+    with pytest.raises(SelfCheckError, match=r"live\.onnx does not compute what the torch graph computes") as raised:
+        execute(frozen, with_files(exported, **wrong), [[x(1)]])
+    assert "(linear) in 1.down" in raised.value.where
+    assert "self.down(F.gelu(self.up(h)))" in raised.value.where
+    assert not list(exported.live.parent.glob(".*"))
+
+
+class Averaging(Gated):
+    """`scatter_reduce` with a mean, which torch exports as if nothing were reduced, without a warning."""
+
+    def forward(self, x):
+        rows = self.gated(x).reshape(-1, WIDTH)
+        index = (torch.arange(WIDTH) % 4).expand_as(rows)
+        return self.extra(torch.zeros_like(rows).scatter_reduce(1, index, rows, "mean"))
+
+
+def test_an_op_that_the_exporter_translates_wrongly_without_a_word_is_caught_and_named(tmp_path):
+    with pytest.raises(SelfCheckError, match=r"live\.onnx does not compute") as raised:
+        audited(Averaging, (x(),), tmp_path, baked=False)
+    assert "(scatter_reduce)" in raised.value.where
+    assert 'scatter_reduce(1, index, rows, "mean")' in raised.value.where
 
 
 def test_counts_that_differ_are_a_failed_self_check_that_names_the_kind(blocks):
     frozen, exported, _ = blocks
+    live = replace(with_files(exported, bound=exported.live), idle=tuple(exported.coefficient_names))
     with pytest.raises(SelfCheckError) as raised:
-        execute(frozen, replace(exported, bound=exported.live, idle=tuple(exported.coefficient_names)), [[x(1)]])
+        execute(frozen, live, [[x(1)]])
     assert "matrix product" in raised.value.where
     assert f"{2 * BLOCK_FLOPS:,}" in raised.value.found
 
@@ -405,11 +432,98 @@ def test_nothing_to_execute_is_a_data_error(blocks):
         execute(frozen, exported, [])
 
 
-def test_errors_are_relative_to_the_whole_and_infinite_where_only_one_is():
-    relative = verdict._relative
-    a = np.array([3.0, 4.0, 0.0])
-    assert relative(a, a) == (0.0, 0.0)
-    assert relative(a, np.array([3.0, 4.0, 0.5])) == (0.1, 0.125)
-    assert relative(np.array([np.nan, np.inf]), np.array([np.nan, np.inf])) == (0.0, 0.0)
-    assert relative(a, np.array([3.0, 4.0, np.nan]))[1] == np.inf
-    assert relative(a, a[:2]) == (np.inf, np.inf)
+def test_more_inputs_are_made_up_and_a_branch_that_only_they_take_is_seen(tmp_path):
+    _, _, profile = audited(BranchOnInput, (x(),), tmp_path, inputs=x(3, 1.0), baked=False)
+    probes = {probe["name"]: probe for probe in profile.probes}
+    assert probes["sign-flipped"] == {
+        "name": "sign-flipped",
+        "flops": 2 * 2 * TOKENS * WIDTH**2,
+        "executed": "other ops",
+        "compared": True,
+    }
+    assert probes["scaled 5"]["executed"] == "as a given input"
+    assert profile.verdict["live"] == "DATA_DEPENDENT_KERNELS"
+    (branch,) = profile.branches
+    assert (branch["op"], branch["never"]) == ("If", [])
+    assert branch["bodies"]["then_branch"]["inputs"] == [1, 1, 1]
+    assert branch["bodies"]["else_branch"]["probes"]["sign-flipped"] == 1
+    assert "torch.cond(x.mean() > 0" in branch["source"]
+
+
+def test_work_is_told_by_module(mixtral):
+    _, _, profile = mixtral
+    rows = {row["module"]: row for row in profile.modules}
+    gate = rows["model.layers.0.mlp.gate"]
+    assert gate["live"]["flops"] == [2 * 8 * 32 * 4] * 3
+    assert gate["bound"]["flops"] == gate["baked"]["flops"] == [0] * 3
+    assert rows["lm_head"]["live"]["flops"] == [2 * 8 * 32 * 64] * 3
+    for form in ("live", "bound", "baked"):
+        assert [sum(row[form]["flops"][i] for row in rows.values()) for i in range(3)] == counts(profile, form)
+        for figure, key in (("elements", "elementwise"), ("read", "read"), ("written", "written")):
+            assert [sum(row[form][figure][i] for row in rows.values()) for i in range(3)] == counts(profile, form, key)
+
+
+def test_experts_are_counted_as_the_models_own_router_chooses_them(mixtral):
+    frozen, _, profile = mixtral
+    module, ids = frozen.traced.subject.module, frozen.traced.subject.arguments[1]["input_ids"]
+    chosen: dict[str, list[torch.Tensor]] = {}
+    handles = [
+        part.register_forward_hook(lambda _, __, out, name=name: chosen.setdefault(name, []).append(out[2]))
+        for name, part in module.named_modules()
+        if name.endswith("mlp.gate")
+    ]
+    with torch.no_grad():
+        for i in range(3):
+            module(ids[i : i + 1], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    experts = 2 * 8 * 2 * 3 * 32 * 48  # tokens, chosen, matrices
+    assert [row["controller"] for row in profile.experts] == [f"model.layers.{i}.mlp.gate#0" for i in range(2)]
+    for row in profile.experts:
+        own = chosen[row["controller"].removesuffix("#0")]
+        assert (row["experts"], row["chosen"]) == (4, 2)
+        assert row["load"] == torch.bincount(torch.cat(own).flatten(), minlength=4).tolist()
+        assert row["activated"] == [len(one.unique()) for one in own]
+        assert row["never_used"] == [e for e in range(4) if row["load"][e] == 0]
+        assert row["routed_flops"] == [experts] * 3
+        assert row["dense_flops"] == [flops + experts for flops in counts(profile, "live")]
+
+
+def test_every_figure_has_its_role_provider_precision_and_level(blocks):
+    _, _, profile = blocks
+    assert profile.roles == {
+        "COUNT": {"provider": "CPUExecutionProvider", "level": "ORT_DISABLE_ALL", "precision": "float32"},
+        "EVIDENCE": {"provider": "CPUExecutionProvider", "level": "ORT_ENABLE_ALL", "precision": "float32"},
+    }
+    assert set(profile.evidence) == {"live", "bound", "baked"}
+    assert profile.time == []
+    assert profile.evidence["bound"]["executed_nodes"] < profile.evidence["live"]["executed_nodes"]
+
+
+def test_float64_referees_where_it_can_be_asked(blocks):
+    _, _, profile = blocks
+    for errors in (profile.fidelity, profile.baked):
+        referee = errors["referee"]
+        assert referee["heard"] == 4
+        assert 0 < referee["torch_error"] < 1e-5
+        assert 0 < referee["share_of_limit"] <= 1
+        assert referee["unheard"] == ""
+
+
+def test_times_are_measured_on_request_and_come_with_their_control(blocks):
+    frozen, exported, _ = blocks
+    options = ExecutionOptions(timed=True, blocks=2, probing=False, evident=False)
+    profile = execute(frozen, exported, [[x(1)]], options=options)
+    assert [row["name"] for row in profile.time] == ["controller cost", "specialisation gain"]
+    for row in profile.time:
+        assert len(row["blocks"]) == len(row["control"]["blocks"]) == 2
+        assert row["resolvable"] is (row["outcome"] != "not resolvable")
+    assert profile.roles["TIME"]["level"] == "ORT_ENABLE_ALL"
+    assert profile.evidence == {}
+    assert profile.probes == []
+
+
+def test_a_death_of_onnxruntime_is_incomplete_and_says_why():
+    profile = unexported(RunError("onnxruntime died on live.onnx", found="SIGKILL"))
+    assert profile.verdict == {"live": "INCOMPLETE", "bound": "INCOMPLETE"}
+    assert "SIGKILL" in profile.reason

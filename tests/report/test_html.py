@@ -86,12 +86,38 @@ def form(flops: int, nodes: int) -> dict[str, Any]:
         "fx_flops": [flops] * 3,
         "setup_flops": 77,
         "elements": [4321] * 3,
+        "bytes_read": [8_642] * 3,
+        "bytes_written": [7_531] * 3,
         "executed_nodes": [nodes] * 3,
         "parameters": 500_000,
         "static": True,
         "roots": [],
+        "opaque": [],
+        "random": [],
         "unknown": [],
+        "evidence": {
+            "executed_nodes": nodes - 20,
+            "flops_padded": flops + 1000,
+            "flops_unknown": ["Mystery"],
+            "sequences": 1,
+            "mapped": {"name": 3, "value": 0, "region": 1, "lost": 0},
+            "claimed": {"CPUExecutionProvider": 4},
+            "providers": {"CPUExecutionProvider": 4},
+            "kernels": [
+                {
+                    "op": "FusedConv",
+                    "provider": "CPUExecutionProvider",
+                    "count": 4,
+                    "flops_padded": flops + 1000,
+                    "modules": ["blocks.0", "blocks.1"],
+                }
+            ],
+        },
     }
+
+
+def work(flops: int) -> dict[str, Any]:
+    return {"flops": [flops] * 3, "setup": [0] * 3, "elements": [11] * 3, "read": [22] * 3, "written": [33] * 3}
 
 
 def sample(controllers: int = 3) -> dict[str, Any]:
@@ -161,9 +187,61 @@ def sample(controllers: int = 3) -> dict[str, Any]:
                 "torch_max_rel": 3.21e-6,
                 "torch_rel_l2": 4.56e-7,
                 "limit": 1e-5,
+                "referee": {
+                    "heard": 3,
+                    "torch_error": 1.25e-7,
+                    "onnx_error": 2.25e-7,
+                    "share_of_limit": 0.375,
+                    "unheard": "",
+                },
+                "baked": {},
             },
-            "role": "COUNT",
-            "provider": "CPUExecutionProvider",
+            "roles": {
+                "COUNT": {"provider": "CPUExecutionProvider", "level": "ORT_DISABLE_ALL", "precision": "float32"},
+                "EVIDENCE": {"provider": "CUDAExecutionProvider", "level": "ORT_ENABLE_ALL", "precision": "float32"},
+                "TIME": {"provider": "CPUExecutionProvider", "level": "ORT_ENABLE_ALL", "precision": "float32"},
+            },
+            "modules": [{"module": "blocks.0.gate", **{name: work(2468) for name in ("live", "bound", "baked")}}],
+            "branches": [
+                {
+                    "node": "node_cond",
+                    "op": "If",
+                    "module": "blocks.0",
+                    "source": "model.py:33   torch.cond(p, a, b, (h,))",
+                    "bodies": {
+                        "then_branch": {"inputs": [1, 1, 1], "probes": {"constant": 1}},
+                        "else_branch": {"inputs": [0, 0, 0], "probes": {"constant": 0}},
+                    },
+                    "never": ["else_branch"],
+                }
+            ],
+            "probes": [{"name": "constant", "flops": 123_456, "executed": "other shapes", "compared": True}],
+            "experts": [
+                {
+                    "controller": "blocks.0.router#0",
+                    "experts": 4,
+                    "chosen": 2,
+                    "load": [5, 0, 7, 12],
+                    "activated": [3, 2, 3],
+                    "never_used": [1],
+                    "routed_flops": [6144] * 3,
+                    "dense_flops": [19_200] * 3,
+                }
+            ],
+            "time": [
+                {
+                    "name": "controller cost",
+                    "first": "live",
+                    "second": "bound",
+                    "ratio": 0.974,
+                    "interval": [0.972, 0.979],
+                    "blocks": [0.974] * 10,
+                    "control": {"ratio": 0.997, "interval": [0.987, 1.011], "blocks": [0.997] * 10},
+                    "resolvable": True,
+                    "outcome": "-2.6 %",
+                    "microseconds": {"live": 14401.0, "bound": 14027.5},
+                }
+            ],
             "onnxruntime": "1.30.0",
         },
     }
@@ -284,7 +362,7 @@ def test_the_execution_tables_hold_the_numbers_of_the_json():
         page.table("The exported forms")[1:], audit["execution"]["forms"].items(), strict=True
     ):
         assert cells[0] == name
-        numbers = [int(cell.replace(",", "")) for cell in cells[2:8]]
+        numbers = [int(cell.replace(",", "")) for cell in cells[2:10]]
         assert numbers == [
             found["flops"][0],
             found["fx_flops"][0],
@@ -292,10 +370,12 @@ def test_the_execution_tables_hold_the_numbers_of_the_json():
             4321,
             found["executed_nodes"][0],
             500_000,
+            8_642,
+            7_531,
         ]
     removed = page.table("What freezing removes")
     assert removed[-1] == ["all 3 modules", "6", "3,003"]
-    for text in ("onnxruntime 1.30.0 in role COUNT on CPUExecutionProvider", "3.210e-06", "4.560e-07"):
+    for text in ("Counted by onnxruntime 1.30.0 for 3 inputs", "3.210e-06", "4.560e-07", "1.250e-07", "37.5 %"):
         assert text in page.words
     assert any("live 123,456; bound 111,222; baked 100,333" in label for label in page.svg_labels())
 
@@ -303,12 +383,84 @@ def test_the_execution_tables_hold_the_numbers_of_the_json():
 def test_work_that_differs_by_input_shows_its_range_its_roots_and_its_unknown_ops():
     audit = sample()
     live = audit["execution"]["forms"]["live"]
-    root = {"node": "nonzero_1", "op": "aten.nonzero", "reason": "its size is a count", "module": "blocks.0.moe"}
+    root = {"node": "nonzero_1", "op": "NonZero", "reason": "its size is a count", "module": "blocks.0.moe"}
+    root["source"] = "model.py:21   torch.where(chosen == e)"
     live.update(flops=[10_000, 30_000, 20_000], static=False, roots=[root], unknown=["com.microsoft.Foo"])
     page = Page(render(audit))
     assert page.table("The exported forms")[1][2] == "10,000 to 30,000"
-    assert page.table("Where the input reaches")[1] == ["live", *(root[k] for k in ("node", "op", "module", "reason"))]
+    assert page.table("Where the input reaches")[1] == [
+        "live",
+        *(root[k] for k in ("node", "op", "module", "reason", "source")),
+    ]
     assert "com.microsoft.Foo (live)" in page.words
+
+
+COUNT = "role COUNT, CPUExecutionProvider, float32, graph as exported"
+EVIDENCE = "role EVIDENCE, CUDAExecutionProvider, float32, all optimisations"
+TIME = "role TIME, CPUExecutionProvider, float32, all optimisations"
+
+
+@pytest.mark.parametrize(
+    ("title", "role", "row"),
+    [
+        ("The exported forms", COUNT, None),
+        ("Work by module", COUNT, ["blocks.0.gate", "2,468", "2,468", "2,468", "11", "22", "33"]),
+        (
+            "Routers: experts that were used",
+            COUNT,
+            ["blocks.0.router#0", "4", "2", "2 to 3", "5, 0, 7, 12", "1", "6,144", "19,200"],
+        ),
+        (
+            "What onnxruntime makes of each form",
+            EVIDENCE,
+            ["live", "FusedConv", "CPUExecutionProvider", "4", "124,456", "blocks.0, blocks.1"],
+        ),
+        (
+            "Time with and without controllers",
+            TIME,
+            [
+                *("controller cost", "bound against live", "-2.6 %", "0.974", "[0.972, 0.979]", "0.997"),
+                *("[0.987, 1.011]", "14401.0 to 14027.5"),
+            ],
+        ),
+        ("Made-up inputs", COUNT, ["constant", "123,456", "other shapes", "equal"]),
+        (
+            "Branches and loops",
+            COUNT,
+            [
+                *("node_cond", "If", "blocks.0", "then_branch 4, else_branch 0", "else_branch"),
+                "model.py:33   torch.cond(p, a, b, (h,))",
+            ],
+        ),
+    ],
+)
+def test_every_table_of_execution_says_which_role_provider_precision_and_level_it_is_from(title, role, row):
+    page = Page(render(sample()))
+    (caption,) = (caption for caption in page.tables if caption.startswith(title))
+    assert role in caption
+    if row is not None:
+        assert page.table(title)[1] == row
+
+
+def test_a_time_that_was_not_measured_says_how_it_would_be():
+    audit = sample()
+    audit["execution"]["time"] = []
+    assert "Not measured; fxaudit audit --time measures it." in Page(render(audit)).words
+
+
+def test_a_referee_that_was_not_heard_says_why():
+    audit = sample()
+    referee = {"heard": 0, "torch_error": None, "onnx_error": None, "share_of_limit": None, "unheard": "too large"}
+    audit["execution"]["agreement"]["referee"] = referee
+    page = Page(render(audit))
+    assert "not asked: too large" in page.words
+    assert "each allowed up to 1.000e-05" in page.words
+
+
+def test_random_graphs_are_not_compared():
+    audit = sample()
+    audit["execution"]["agreement"] |= {"torch_max_rel": None, "torch_rel_l2": None, "referee": None}
+    assert "random numbers, so outputs are not compared" in Page(render(audit)).words
 
 
 def test_a_missing_baked_form_is_said():
