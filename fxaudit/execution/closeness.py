@@ -11,7 +11,7 @@ import numpy as np
 LIMITS = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 # Or this many times what torch itself is off from float64, and one rounding of the largest element.
 REFEREE_FACTOR = 4.0
-_EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def closeness(expected: np.ndarray, found: np.ndarray, dtype: str, referee: np.n
     if referee is None or expected.shape != found.shape or dtype not in LIMITS:
         return Closeness(l2, largest, limit)
     errors = largest_difference(expected, referee), largest_difference(found, referee)
-    return Closeness(l2, largest, limit, errors, _EPSILON[dtype] * largest_finite(referee))
+    return Closeness(l2, largest, limit, errors, EPSILON[dtype] * largest_finite(referee))
 
 
 def relative_errors(expected: np.ndarray, found: np.ndarray) -> tuple[float, float]:

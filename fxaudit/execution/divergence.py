@@ -17,8 +17,8 @@ from torch.fx import Node
 
 from fxaudit import ops
 from fxaudit.controllers.controller import ROOT
+from fxaudit.execution.closeness import LIMITS, relative_errors
 from fxaudit.execution.following import Following
-from fxaudit.execution.numerics import TOLERANCE, relative_errors
 from fxaudit.execution.runtime import COUNT, Feed, Runtime
 from fxaudit.model.settings import exact_numerics
 from fxaudit.model.trace.traced import TracedModel, restore_state, same_draws
@@ -65,7 +65,7 @@ def first_divergence(
         for node, value in chunk.items():
             compared += 1
             error = _error(value, found[pairs[node]])
-            if not error <= TOLERANCE:
+            if not error <= LIMITS["float32"]:
                 module = ops.module_path(node)
                 return Divergence(
                     node.name,

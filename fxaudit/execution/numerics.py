@@ -17,19 +17,25 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from fxaudit.execution.following import Following
+from fxaudit import ops
+from fxaudit.execution.closeness import EPSILON, LIMITS, REFEREE_FACTOR, largest_difference, largest_finite
+from fxaudit.execution.following import Following, is_followed
 from fxaudit.model.settings import exact_numerics, quiet_torch
 from fxaudit.model.trace.traced import same_draws
 
-# Float32 on CPU: 6 to 40 times what eight models showed. For the L2 error and for the largest one.
-TOLERANCE = 1e-5
-# onnxruntime may be off from float64 by this many times what torch is off ...
-FACTOR = 4.0
-# ... and by this many units in the last place of the largest element.
-SLACK = 1.0
 # A referee that needs more memory than this is not asked.
 BUDGET = 4 << 30
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
+# Where a graph chooses, float64 beyond this many times the relative limit is taken to have chosen otherwise ...
+_ANOTHER_CHOICE = 100
+# ... and beyond this share of the largest element torch's own result means nothing.
+_MEANINGLESS = 0.1
+_CHOICES = frozenset(
+    [
+        *("topk", "argmax", "argmin", "max", "min", "sort", "argsort", "kthvalue", "nonzero", "multinomial"),
+        *("bucketize", "masked_select", "unique", "_unique2", "floor", "round", "ceil", "trunc", "sign"),
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +54,12 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Referee:
-    """Outputs in float64 for one input; or None and the reason why there are none."""
+    """Output leaves in float64 for one input; or None and the reason why there are none. `decides` says whether the
+    graph takes decisions that a rounding can turn."""
 
     outputs: tuple[Any, ...] | None
     skipped: str = ""
+    decides: bool = False
 
 
 def ask(module: GraphModule, state: Mapping[str, Tensor], leaves: Sequence[Any], budget: int = BUDGET) -> Referee:
@@ -68,54 +76,34 @@ def ask(module: GraphModule, state: Mapping[str, Tensor], leaves: Sequence[Any],
             found = _Wide(module, state=state).run(*(_widened(leaf) for leaf in leaves))
     except Exception as error:  # a kernel that float64 lacks, a dtype that the model insists on
         return Referee(None, f"the graph does not run in float64 ({type(error).__name__}: {_first_line(error)})")
-    return Referee(tuple(found))
+    return Referee(tuple(found), decides=_decides(module))
 
 
-def limit_for(expected: Tensor, referee: Any = None) -> Limit:
-    """How far onnxruntime's value of an output may be off, for torch's value `expected` and the referee's.
+def limit_for(expected: Tensor, referee: Referee, position: int) -> Limit:
+    """How far onnxruntime's value of an output may be off, for torch's value `expected` and output `position` of the
+    referee.
 
     The referee is not heard where it is so far from torch that the two took different decisions.
     """
     own = expected.detach().cpu().numpy()
-    unit = float(torch.finfo(expected.dtype).eps) if expected.is_floating_point() else 0.0
-    relative = TOLERANCE * max(1.0, unit / float(torch.finfo(torch.float32).eps))
-    if not isinstance(referee, Tensor) or expected.dtype not in _NARROW or referee.shape != expected.shape:
+    dtype = str(expected.dtype).removeprefix("torch.")
+    relative = LIMITS.get(dtype, 0.0)
+    wide = referee.outputs[position] if referee.outputs is not None else None
+    if not isinstance(wide, Tensor) or expected.dtype not in _NARROW or wide.shape != expected.shape:
         return Limit(own, relative)
-    reference = referee.detach().cpu().numpy().astype(np.float64)
-    scale, off = _largest(reference), largest_difference(reference, own)
-    if not off <= 100 * relative * scale:
+    reference = wide.detach().cpu().numpy().astype(np.float64)
+    scale, off = largest_finite(reference), largest_difference(own, reference)
+    if not off <= scale * (_ANOTHER_CHOICE * relative if referee.decides else _MEANINGLESS):
         return Limit(own, relative)
-    return Limit(reference, relative, FACTOR * off + SLACK * unit * scale, off)
+    return Limit(reference, relative, REFEREE_FACTOR * off + EPSILON[dtype] * scale, off)
 
 
-def relative_errors(expected: np.ndarray, found: np.ndarray) -> tuple[float, float]:
-    """The L2 error relative to the L2 norm, and the largest error relative to the largest element."""
-    if expected.shape != found.shape:
-        return float("inf"), float("inf")
-    difference = _difference(expected, found)
-    if not difference.any():
-        return 0.0, 0.0
-    a = expected.astype(np.float64)
-    norm, largest = float(np.linalg.norm(a[np.isfinite(a)])), _largest(a)
-    errors = float(np.linalg.norm(difference)), float(difference.max())
-    return (errors[0] / norm if norm else float("inf")), (errors[1] / largest if largest else float("inf"))
-
-
-def largest_difference(expected: np.ndarray, found: np.ndarray) -> float:
-    """The largest absolute difference; infinite where shapes differ or only one of the two is infinite or NaN."""
-    if expected.shape != found.shape:
-        return float("inf")
-    return float(_difference(expected, found).max(initial=0.0))
-
-
-def _difference(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
-    a, b = expected.astype(np.float64), found.astype(np.float64)
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    return np.nan_to_num(np.where(same, 0.0, np.abs(np.where(same, 0.0, a) - np.where(same, 0.0, b))), nan=np.inf)
-
-
-def _largest(values: np.ndarray) -> float:
-    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
+def _decides(module: GraphModule) -> bool:
+    """Whether a graph chooses among values or paths, so that a rounding can change what it computes altogether."""
+    return any(
+        node.op == "call_function" and (ops.op_name(node) in _CHOICES or is_followed(node))
+        for node in module.graph.nodes
+    )
 
 
 # --- the graph in float64 -------------------------------------------------------------------------------------------

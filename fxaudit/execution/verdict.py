@@ -26,10 +26,10 @@ from fxaudit.execution.checks import (
     require_equal_counts,
     require_same_bits,
 )
+from fxaudit.execution.closeness import LIMITS
 from fxaudit.execution.evidence import gather_evidence
 from fxaudit.execution.experts import expert_use
 from fxaudit.execution.export import ExportedGraphs
-from fxaudit.execution.numerics import TOLERANCE
 from fxaudit.execution.options import ExecutionOptions
 from fxaudit.execution.probes import probes
 from fxaudit.execution.profile import CountedRun, CountedRuns, count_runs
@@ -236,7 +236,7 @@ class _Execution:
 
     def _fidelity(self, counted: CountedRuns, proof: Proof) -> dict[str, Any]:
         if proof.random:
-            return {"relative_l2": None, "relative_max": None, "limit": TOLERANCE, "referee": None}
+            return {"relative_l2": None, "relative_max": None, "limit": LIMITS["float32"], "referee": None}
         diverging = {
             "traced": self.frozen.traced,
             "runtime": self.runtime,
@@ -250,7 +250,7 @@ class _Execution:
             return {}
         found: dict[str, Any] = {"expanded": list(self.exported.expanded)}
         if proof.random:
-            return {"relative_l2": None, "relative_max": None, "limit": TOLERANCE, "referee": None, **found}
+            return {"relative_l2": None, "relative_max": None, "limit": LIMITS["float32"], "referee": None, **found}
         expected = [(run.baked or [], run.baked_referee) for run in self.real]
         return agreement(counted.outputs, expected, self.exported, "baked.onnx").to_json() | found
 

@@ -5,21 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from fxaudit.execution.numerics import FACTOR, Referee, ask, largest_difference, limit_for, relative_errors
+from fxaudit.execution.numerics import Referee, ask, limit_for
 from fxaudit.model.load import subject
 from fxaudit.model.trace import trace
 from tests.execution.suite import CASES, INPUTS
-
-
-def test_errors_are_relative_to_the_whole_and_infinite_where_only_one_is():
-    a = np.array([3.0, 4.0, 0.0])
-    assert relative_errors(a, a) == (0.0, 0.0)
-    assert relative_errors(a, np.array([3.0, 4.0, 0.5])) == (0.1, 0.125)
-    assert relative_errors(np.array([np.nan, np.inf]), np.array([np.nan, np.inf])) == (0.0, 0.0)
-    assert relative_errors(a, np.array([3.0, 4.0, np.nan]))[1] == np.inf
-    assert relative_errors(a, a[:2]) == (np.inf, np.inf)
-    assert largest_difference(a, np.array([3.0, 4.5, 0.0])) == 0.5
-    assert largest_difference(a, a[:2]) == np.inf
 
 
 def traced_case(name):
@@ -93,25 +82,47 @@ def test_a_graph_that_float64_does_not_run_says_why():
     assert "no kernel for double" in found.skipped
 
 
-def test_the_limit_is_four_times_torchs_own_error_and_one_unit_of_the_largest_element():
-    reference = torch.tensor([1.0, -2.0], dtype=torch.float64)
-    expected = (reference + torch.tensor([3e-6, 0.0])).float()
-    limit = limit_for(expected, reference)
+def refereed(*values, decides=False):
+    return Referee((torch.tensor(values, dtype=torch.float64),), decides=decides)
+
+
+def test_the_limit_is_four_times_torchs_own_error_and_one_rounding_of_the_largest_element():
+    referee = refereed(1.0, -2.0)
+    expected = (referee.outputs[0] + torch.tensor([3e-6, 0.0])).float()
+    limit = limit_for(expected, referee, 0)
     assert limit.torch_error == pytest.approx(3e-6, rel=0.05)
-    assert limit.largest == pytest.approx(FACTOR * limit.torch_error + 2 * 2.0**-23)
+    assert limit.largest == pytest.approx(4 * limit.torch_error + 2 * 2.0**-23)
     assert limit.reference.dtype == np.float64
 
 
 @pytest.mark.parametrize(
-    "referee",
-    [None, torch.tensor([1.0, 5.0], dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)],
-    ids=["none", "another course", "another shape"],
+    ("referee", "heard"),
+    [
+        (Referee(None, "too large"), False),
+        (refereed(1.0), False),  # another shape
+        (refereed(1.0, -2.01), True),
+        (refereed(1.0, -2.01, decides=True), False),  # a choice was made otherwise
+        (refereed(1.0, -2.001, decides=True), True),
+        (refereed(1.0, -3.0), False),  # torch's own result means nothing
+    ],
 )
-def test_without_a_referee_that_took_the_same_course_errors_are_relative(referee):
-    limit = limit_for(torch.tensor([1.0, -2.0]), referee)
-    assert (limit.largest, limit.relative) == (None, 1e-5)
+def test_without_a_referee_that_took_the_same_course_errors_are_relative(referee, heard):
+    limit = limit_for(torch.tensor([1.0, -2.0]), referee, 0)
+    assert (limit.largest is not None) is heard
+    assert limit.relative == 1e-5
 
 
-def test_a_narrower_dtype_is_allowed_more_in_proportion_to_its_precision():
-    assert limit_for(torch.ones(2, dtype=torch.float16)).relative == 1e-5 * 2.0**13
-    assert limit_for(torch.ones(2, dtype=torch.int64)).relative == 1e-5
+def test_whole_numbers_must_be_equal():
+    assert limit_for(torch.ones(2, dtype=torch.int64), Referee(None), 0).relative == 0.0
+
+
+class Choosing(nn.Module):
+    def forward(self, x):
+        return x.topk(2, -1).values
+
+
+@pytest.mark.parametrize(("module", "decides"), [(nn.Linear(4, 4), False), (Choosing(), True)])
+def test_a_graph_that_chooses_is_known_to(module, decides):
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    traced = trace(subject(module, (x,)))
+    assert ask(traced.graph_module, traced.initial_state, [x]).decides is decides
