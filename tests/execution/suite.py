@@ -31,7 +31,8 @@ class Case:
 
     `inputs` are [input, token, feature], or what the model takes, one after the other along the first axis. `flops`
     gives those of one input of the eager model. `roots` are op, module path and a piece of the source line of each node
-    at which work begins to depend on data. `bound` is the verdict once all coefficients are held.
+    at which work begins to depend on data. `bound` is the verdict once all coefficients are held. `ops` must be among
+    those that onnxruntime executes.
     """
 
     name: str
@@ -43,6 +44,8 @@ class Case:
     inputs: Callable[[], Tensor] = field(default=lambda: shifted())
     keyword: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    opset: int = 20
+    ops: tuple[str, ...] = ()
 
     @property
     def bound_verdict(self) -> str:
@@ -461,5 +464,13 @@ CASES: Sequence[Case] = (
         PROVEN,
         lambda m, x: 2 * LINEAR + 2 * WIDTH * TOKENS * 4 * 3,
     ),
-    Case("attention, decomposed", _gated(Attention), PROVEN, lambda m, x: 2 * LINEAR + ATTENTION),
+    Case("attention, decomposed", _gated(Attention), PROVEN, lambda m, x: 2 * LINEAR + ATTENTION, ops=("Softmax",)),
+    Case(
+        "attention as one op",
+        _gated(Attention),
+        PROVEN,
+        lambda m, x: 2 * LINEAR + ATTENTION,
+        opset=23,
+        ops=("Attention",),
+    ),
 )

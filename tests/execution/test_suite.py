@@ -7,7 +7,9 @@ import torch
 
 import fxaudit
 from fxaudit import stages
+from fxaudit.execution.checks import feed_of
 from fxaudit.execution.export import export_graphs
+from fxaudit.execution.profile import count_runs
 from fxaudit.execution.verdict import execute, one_at_a_time
 from fxaudit.model.load import subject
 from fxaudit.model.settings import TraceOptions
@@ -23,7 +25,8 @@ def test_a_model_of_the_suite_has_its_verdict_counts_and_roots(case: Case, tmp_p
     example = {case.keyword: inputs[:2]} if case.keyword else (inputs[:2],)
     traced = stages.trace(subject(model, example), options=TraceOptions(**case.options))
     frozen = fxaudit.freeze(traced)
-    found = execute(frozen, export_graphs(frozen, tmp_path), one_at_a_time(traced, [inputs]))
+    exported = export_graphs(frozen, tmp_path, opset=case.opset)
+    found = execute(frozen, exported, one_at_a_time(traced, [inputs]))
     with torch.no_grad():
         expected = [case.flops(model, inputs[i : i + 1]) for i in range(INPUTS)]
     assert [row["flops"]["live"] for row in found.per_input] == expected
@@ -35,6 +38,8 @@ def test_a_model_of_the_suite_has_its_verdict_counts_and_roots(case: Case, tmp_p
     for root, (_, _, code) in zip(roots, case.roots, strict=True):
         assert code in root["source"]
     assert found.proof["live"]["static"] is (case.verdict == PROVEN)
+    executed = count_runs(exported.live, [feed_of(exported, [inputs[:1]])]).runs[0].ops
+    assert set(case.ops) <= set(executed)
 
 
 def test_the_suite_tells_every_verdict_apart_and_counts_what_differs() -> None:
