@@ -31,7 +31,11 @@ slow:  ## the slow tests; ARGS="..." goes to pytest
 
 acceptance:  ## every row of the acceptance table: expected and found; goes on where it was stopped; ARGS="ROW..." for some
 	status=0; $(RUN) tests.acceptance.table -o build/acceptance.jsonl $(ARGS) || status=1; \
-	$(RUN) pytest -m acceptance tests/replay || status=1; exit $$status
+	$(RUN) pytest -m acceptance tests/replay || status=1; \
+	$(RUN) tests.zoo.exported || status=1; exit $$status
+
+onnx:  ## 40 models of the zoo as ONNX on onnxruntime, against torch, into docs/onnx.*; goes on where it was stopped
+	$(RUN) tests.zoo.exported $(ARGS)
 
 zoo:  ## trace all third-party models of the zoo into docs/zoo.* and README.md; goes on where it was stopped
 	$(RUN) tests.zoo.run $(ARGS)

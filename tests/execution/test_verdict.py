@@ -367,7 +367,7 @@ def test_a_proof_that_the_runs_contradict_is_a_failed_self_check():
 
 def with_files(exported, **paths):
     """An export some of whose files are others."""
-    return replace(exported, **paths)
+    return replace(exported, paths={**exported.paths, **paths})
 
 
 def altered(path, target, change):
