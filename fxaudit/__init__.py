@@ -14,7 +14,7 @@ from fxaudit.errors import AuditError
 from fxaudit.model.load import Subject
 from fxaudit.model.trace import Finding, TracedModel
 from fxaudit.replay.store import CoefficientStore, open_store
-from fxaudit.stages import discover, freeze, inspect, load, match, record, replay, trace
+from fxaudit.stages import discover, export, freeze, inspect, load, match, record, replay, trace, verify
 
 __all__ = [
     "AuditError",
@@ -28,6 +28,7 @@ __all__ = [
     "TracedModel",
     "__version__",
     "discover",
+    "export",
     "freeze",
     "inspect",
     "load",
@@ -37,4 +38,5 @@ __all__ = [
     "record",
     "replay",
     "trace",
+    "verify",
 ]

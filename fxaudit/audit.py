@@ -248,7 +248,7 @@ def replay(
             frozen, data, store or directory / "evaluation", batch_size=batch_size, progress=advance
         ),
     )
-    identity: IdentityReplay = clock.time("identity", lambda _: stages.verify(frozen, data, recording))
+    identity: IdentityReplay = clock.time("identity", lambda _: stages.verify_recording(frozen, data, recording))
     profile: Recording | None = None
     if calibration is not None:
         profile = clock.time(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fxaudit.controllers.controller import Controller, build_controllers
 from fxaudit.controllers.discover import Candidate
@@ -22,7 +22,7 @@ from fxaudit.controllers.match import MatchResult, find_matches
 from fxaudit.controllers.pattern import DEFAULT, DETECT_ONLY, EXTERNAL, OPT_IN, Pattern, load_pattern, load_patterns
 from fxaudit.controllers.rewrite import FrozenModel, with_observed_domains
 from fxaudit.controllers.scaffold import Draft, scaffold, scaffold_for
-from fxaudit.errors import NoControllerError, UsageError, nearest
+from fxaudit.errors import ExportError, NoControllerError, TraceError, UsageError, nearest
 from fxaudit.execution.options import ExecutionOptions
 from fxaudit.model import load as loading
 from fxaudit.model import trace as tracing
@@ -38,10 +38,14 @@ from fxaudit.replay.run import record as record_into
 from fxaudit.replay.store import CoefficientStore, open_store
 
 if TYPE_CHECKING:  # importing them for real would import onnx with `import fxaudit`
+    from fxaudit.execution.bundle import Bundle, Run
     from fxaudit.execution.export import ExportedGraphs
     from fxaudit.execution.verdict import ExecutionProfile
+    from fxaudit.execution.verification import Verification
 
 load = loading.load
+FORMS = ("live", "bound", "baked")
+SAMPLES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +265,7 @@ def freeze(
         model = match(traced, patterns, enable=enable)
     if not model.controllers:
         raise _no_controller(model)
-    return FrozenModel(model.traced, model.controllers)
+    return FrozenModel(model.traced, model.controllers, model.patterns)
 
 
 def _no_controller(matched: Matched) -> NoControllerError:
@@ -355,7 +359,7 @@ def replay(
     return replay_identity(frozen, loaded, opened)
 
 
-def verify(frozen: FrozenModel, data: DataSet, recording: Recording) -> IdentityReplay:
+def verify_recording(frozen: FrozenModel, data: DataSet, recording: Recording) -> IdentityReplay:
     """Identity replay of a recording from disk, bitwise unless the live model differs from itself.
 
     Raises:
@@ -379,7 +383,8 @@ def execute(
 ) -> ExecutionProfile:
     """Export live, bound and baked graphs, run them on onnxruntime, and compare counts with the traced graph.
 
-    Baked graphs hold the calibration mean of each unit, where every controller has one.
+    Baked graphs hold the calibration mean of each unit, where every controller has one. `directory` then holds a
+    bundle, as after `export`.
 
     Raises:
         ExportError: the model cannot be exported.
@@ -389,31 +394,162 @@ def execute(
     """
     from fxaudit.execution import verdict
 
-    exported = export(frozen, directory, calibration)
-    leaves = [_one_input(frozen, data, i) for i in range(min(inputs, data.count))]
-    return verdict.execute(frozen, exported, leaves, options=options)
+    bundle = export(frozen, directory, calibration, data=data)
+    batch = bundle.exported.fixed_batch or 1
+    leaves = [data.leaves(bundle.frozen.traced, i, batch)[0] for i in range(min(inputs, data.count))]
+    return verdict.execute(bundle.frozen, bundle.exported, leaves, options=options)
 
 
-def export(frozen: FrozenModel, directory: str | Path, calibration: CoefficientStore | None = None) -> ExportedGraphs:
-    """ONNX files of the live, bound and (with a calibration store) baked graph, in `directory`.
+def export(
+    frozen: FrozenModel,
+    directory: str | Path,
+    calibration: CoefficientStore | str | Path | None = None,
+    *,
+    forms: Collection[str] = FORMS,
+    opset: int | None = None,
+    fold: bool = False,
+    external: bool | None = None,
+    data: DataSet | str | Path | Mapping[str, Any] | None = None,
+    samples: int = SAMPLES,
+    seed: int = 0,
+) -> Bundle:
+    """A bundle in `directory`: ONNX graphs, torch programs, samples and a manifest; see docs/export.md.
+
+    Args:
+        calibration: the store whose means per unit are baked in; without it there is no baked graph.
+        forms: of ``live``, ``bound`` and ``baked``.
+        opset: the version of the ONNX operators, 20 by default.
+        fold: fold the baked coefficients into weights where that is exact up to rounding.
+        external: whether all graphs share one file for their weights; by default where they exceed 1 GiB.
+        data: inputs of the samples; by default the example and others made from it, in several batch sizes.
+        samples: at most this many inputs of `data`.
 
     Raises:
         ExportError: the model cannot be exported.
+        DataError: data or profile that do not fit the model.
+        SelfCheckError: the exported graphs contradict the frozen model.
     """
+    from fxaudit.execution import bundle
     from fxaudit.execution.export import export_graphs
+    from fxaudit.execution.translation import OPSET
 
-    profile = None
+    directory = Path(directory)
+    store = open_store(calibration) if isinstance(calibration, str | Path) else calibration
+    findings = _without_profile(frozen, store) if "baked" in forms else []
+    if set(forms) == {"baked"} and (store is None or findings):
+        raise ExportError(
+            f"there is no baked graph of {frozen.traced.subject.source}",
+            expected="a store of coefficients that have means",
+            found=findings[0].text if findings else "no store",
+            remedy="export live and bound, or give a store recorded on calibration data",
+        )
+    wanted = {*forms, *(["tapped"] if {"live", "bound"} <= set(forms) else [])}
+    bundle.clear(directory)
+
+    def write(model: FrozenModel) -> ExportedGraphs:
+        profile = _unit_means(model, store) if store is not None and "baked" in forms and not findings else None
+        return export_graphs(
+            model, directory, profile, graphs=wanted, opset=opset or OPSET, external=external, fold=fold
+        )
+
+    try:
+        exported = write(frozen)
+    except ExportError as error:
+        other = _traced_for_export(frozen, seed)
+        if other is None:
+            raise
+        try:
+            frozen, exported = other, write(other)
+        except ExportError:
+            raise error from None
+    described = {}
+    if exported.profile is not None and store is not None:
+        described = {"store": str(store.directory), "level": "unit", "inputs": store.manifest["count"]}
+        findings += _foreign_profile(frozen, store)
+    loaded = load_data(data, frozen.traced) if data is not None and not isinstance(data, DataSet) else data
+    runs = _sample_runs(frozen.traced, exported.fixed_batch, loaded, samples, seed)
+    return bundle.write_bundle(frozen, exported, directory, runs, described, findings)
+
+
+def _unit_means(frozen: FrozenModel, store: CoefficientStore) -> dict[str, Tensor]:
+    stored = profiles.static_profiles(store, frozen.coefficients, "unit")
+    return {c.key: profiles.in_graph_order(stored[c.key], c) for c in frozen.coefficients}
+
+
+def _without_profile(frozen: FrozenModel, store: CoefficientStore | None) -> list[Finding]:
+    """Why there is no baked graph, although there is a store: a choice has no mean that could be baked in."""
     static = intervene.Intervention("static", "unit")
-    # A choice has no mean that could be baked in.
-    averaged = not any(intervene.is_discrete(k) or intervene.refusal(static, k, 2) for k in frozen.controllers)
-    if calibration is not None and averaged:
-        stored = profiles.static_profiles(calibration, frozen.coefficients, "unit")
-        profile = {c.key: profiles.in_graph_order(stored[c.key], c) for c in frozen.coefficients}
-    return export_graphs(frozen, Path(directory), profile)
+    for controller in frozen.controllers if store is not None else ():
+        reason = "it makes a choice" if intervene.is_discrete(controller) else intervene.refusal(static, controller, 2)
+        if reason:
+            return [Finding("no-baked-graph", f"{controller.id} has no mean that could be baked in: {reason}")]
+    return []
 
 
-def _one_input(frozen: FrozenModel, data: DataSet, index: int) -> list[Any]:
-    """One input as a batch of its own, or filled up to the batch that the graph takes."""
-    fixed = frozen.traced.sample
-    leaves, _ = data.leaves(frozen.traced, index, fixed if isinstance(fixed, int) else 1)
-    return leaves
+def _foreign_profile(frozen: FrozenModel, store: CoefficientStore) -> list[Finding]:
+    recorded = store.manifest.get("model", {}).get("fingerprint")
+    if recorded == frozen.traced.fingerprint:
+        return []
+    text = "the profile was recorded from other weights than those that are exported (or in another precision)"
+    return [Finding("foreign-profile", text, str(store.directory))]
+
+
+def _traced_for_export(frozen: FrozenModel, seed: int) -> FrozenModel | None:
+    """The same model frozen in a trace of the code that it has for export; None where that is not at hand, or has
+    other coefficients."""
+    traced = frozen.traced
+    if traced.options.code is not None or traced.settings.get("code") == "export" or not frozen.patterns:
+        return None
+    enable = {k.pattern for k in frozen.controllers if k.family_class not in (DEFAULT, EXTERNAL)}
+    try:
+        other = trace(traced.subject, seed=seed, options=replace(traced.options, code="export"))
+        if other.graph_digest() == traced.graph_digest():
+            return None
+        found = freeze(match(other, frozen.patterns, enable=enable))
+    except (TraceError, NoControllerError):
+        return None
+    same = [(c.key, c.dtype) for c in found.coefficients] == [(c.key, c.dtype) for c in frozen.coefficients]
+    return found if same else None
+
+
+def _sample_runs(traced: TracedModel, batch: int | None, data: DataSet | None, count: int, seed: int) -> list[Run]:
+    """The inputs of the samples of a bundle; `batch` is how many its graphs take at a time, None for any number."""
+    from fxaudit.execution.bundle import Run
+
+    if data is not None:
+        return [
+            Run(f"input {i} of the data", data.leaves(traced, i, batch or 1)[0]) for i in range(min(count, data.count))
+        ]
+    example = traced.subject.arguments
+    if batch is not None and batch != traced.sample_count:
+        cases = [(f"resampled, {i}", resampled(example, seed + i, batch)) for i in range(2)]
+    else:
+        cases = [("example", example), ("resampled", resampled(example, seed + 1, batch))]
+    others = other_batches(traced, seed) if batch is None else []
+    return [Run(kind, traced.flatten(arguments)) for kind, arguments in (*cases, *others)]
+
+
+def discard(directory: str | Path) -> None:
+    """Remove a bundle; what else lies in `directory` stays."""
+    from fxaudit.execution import bundle
+
+    bundle.clear(Path(directory))
+
+
+def verify(directory: str | Path) -> Verification:
+    """Check a bundle that `export` wrote from its files alone: no model is needed, and nothing is unpickled unseen.
+
+    The report of an audit has its bundle in ``onnx``.
+
+    Raises:
+        DataError: it is no bundle, a file was changed, or one refers to something outside of it.
+        LoadError: a .pt2 file could run code that it carries.
+        ExportError: onnxruntime cannot run a graph.
+    """
+    from fxaudit.execution.bundle import MANIFEST
+    from fxaudit.execution.verification import verify_bundle
+
+    directory = Path(directory)
+    inner = directory / "onnx"
+    is_report = not (directory / MANIFEST).exists() and (inner / MANIFEST).exists()
+    return verify_bundle(inner if is_report else directory)

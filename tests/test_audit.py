@@ -180,7 +180,7 @@ def test_exported_graphs_run_on_plain_onnxruntime_and_bound_follows_its_coeffici
     result = run("export", f"{place}/model.py:build", "-o", place / "onnx", "--json")
     assert result.exit_code == 0, result.output
     described = json.loads(result.stdout)
-    assert set(described["files"]) == {"live", "bound"}
+    assert set(described["files"]) == {"live", "tapped", "bound"}
     ids = torch.randint(0, CLASSES, (3, TOKENS)).numpy()
     session = onnxruntime.InferenceSession(described["files"]["bound"], providers=["CPUExecutionProvider"])
     feeds = {name: torch.rand(3, TOKENS, WIDTH).numpy() for name in described["coefficients"].values()}
@@ -188,6 +188,17 @@ def test_exported_graphs_run_on_plain_onnxruntime_and_bound_follows_its_coeffici
     second = session.run(None, {"ids": ids, **{name: 1 - value for name, value in feeds.items()}})[0]
     assert first.shape == (3, TOKENS, CLASSES)
     assert abs(first - second).max() > 0
+
+
+def test_the_report_of_an_audit_holds_a_bundle_that_verifies(place: Path, found: dict[str, Any]) -> None:
+    assert found["verdict"]["execution"] == "PROVEN_STATIC"
+    result = run("verify", place / "report", "--json")
+    assert result.exit_code == 0, result.output
+    verified = json.loads(result.stdout)
+    assert verified["verdict"] == {"live": "PROVEN_STATIC", "baked": "PROVEN_STATIC"}
+    manifest = json.loads((place / "report" / "onnx" / "manifest.json").read_text())
+    recorded = [run["flops"]["live"] for run in manifest["samples"]["runs"]]
+    assert recorded == [row["flops"]["live"] for row in found["execution"]["per_input"]][: len(recorded)]
 
 
 def test_a_baked_export_without_a_profile_is_a_usage_error(place: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from torch import nn
 from fxaudit import cli, ops
 from fxaudit.controllers import language, pattern, predicates
 from fxaudit.controllers.examples import run_example
+from fxaudit.execution import bundle
+from fxaudit.execution.samples import Sample
 from fxaudit.execution.verdict import DATA_DEPENDENT_KERNELS as KERNELS
 from fxaudit.execution.verdict import DATA_DEPENDENT_SHAPES as SHAPES
 from fxaudit.execution.verdict import INCOMPLETE, OBSERVED_CONSTANT, PROVEN_STATIC, REDISTRIBUTED
@@ -32,6 +35,23 @@ ROOT = Path(__file__).resolve().parents[1]
 EXECUTION = (ROOT / "docs" / "execution.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "patterns.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+EXPORT_GUIDE = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+EXPORTING = [parameter for name in ("export", "verify") for parameter in cli.main.commands[name].params]
+
+
+def _shared_options() -> set[str]:
+    """Those of every command over a model, which the README and `--help` explain."""
+    return {option for parameter in cli.main.commands["trace"].params for option in parameter.opts} | {"--onnx"}
+
+
+def _check_names() -> set[str]:
+    source = (ROOT / "fxaudit" / "execution" / "verification.py").read_text(encoding="utf-8")
+    return {name for name in re.findall(r'Check\("([^"]+)"', source)} | {
+        "identity",
+        "outputs for exchanged coefficients",
+    }
 
 
 def _code(text: str) -> set[str]:
@@ -92,6 +112,23 @@ def _commands(group: click.Group, prefix: str = "fxaudit") -> list[str]:
 @pytest.mark.parametrize("command", _commands(cli.main))
 def test_every_command_is_in_the_readme(command: str) -> None:
     assert command in README
+
+
+@pytest.mark.parametrize(
+    "option", sorted({o for p in EXPORTING for o in p.opts if o.startswith("--")} - _shared_options())
+)
+def test_every_option_of_export_and_verify_is_documented(option: str) -> None:
+    assert option in EXPORT_GUIDE
+
+
+@pytest.mark.parametrize("name", sorted(_check_names()))
+def test_every_check_of_verify_is_documented(name: str) -> None:
+    assert f"`{name}`" in EXPORT_GUIDE
+
+
+@pytest.mark.parametrize("name", sorted({*bundle.FILES, *(entry.name for entry in dataclasses.fields(Sample))}))
+def test_every_file_of_a_bundle_and_field_of_a_sample_is_documented(name: str) -> None:
+    assert f"`{name}`" in EXPORT_GUIDE
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "patterns").glob("*.toml")))

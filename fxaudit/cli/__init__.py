@@ -7,7 +7,7 @@ import click
 from fxaudit import __version__
 from fxaudit.cli.auditing import audit, doctor, report
 from fxaudit.cli.discovering import discover
-from fxaudit.cli.exporting import export
+from fxaudit.cli.exporting import export, verify
 from fxaudit.cli.group import Group
 from fxaudit.cli.patterns import pattern
 from fxaudit.cli.replaying import record, replay
@@ -24,5 +24,5 @@ def main() -> None:
     """
 
 
-for _command in (trace, explain, discover, record, replay, audit, export, report, pattern, doctor):
+for _command in (trace, explain, discover, record, replay, audit, export, verify, report, pattern, doctor):
     main.add_command(_command)

@@ -45,7 +45,7 @@ def record(directory: Path, as_json_: bool, **options: Any) -> None:
     with progress("recording") as advance:
         recording = stages.record(frozen, data, directory, batch_size=options["batch_size"], progress=advance)
     with working("replaying"):
-        replayed = stages.verify(frozen, data, recording)
+        replayed = stages.verify_recording(frozen, data, recording)
     show(
         as_json_,
         lambda: as_json.record(recording, frozen.traced, replayed),

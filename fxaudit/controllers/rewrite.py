@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxaudit.axes import Size
 from fxaudit.controllers.controller import Coefficient, Controller, Domain
 from fxaudit.controllers.graphs import exclusive_cone
+from fxaudit.controllers.pattern import Pattern
 from fxaudit.errors import DataError, NoControllerError
 from fxaudit.model.inputs import batch_of
 from fxaudit.model.settings import exact_numerics
@@ -35,9 +36,12 @@ class FrozenModel(nn.Module):
 
     `forward(*inputs, coefficients=...)` returns what the model returns, computed with the coefficients given; `live`
     runs the controllers and returns what they compute. Keys are ``<controller id>/<name>``; see `coefficients`.
+    `patterns` are those that the controllers were searched for with, where they are known.
     """
 
-    def __init__(self, traced: TracedModel, controllers: Sequence[Controller]) -> None:
+    def __init__(
+        self, traced: TracedModel, controllers: Sequence[Controller], patterns: Sequence[Pattern] = ()
+    ) -> None:
         super().__init__()
         if not controllers:
             raise NoControllerError(
@@ -48,6 +52,7 @@ class FrozenModel(nn.Module):
             )
         self.traced = traced
         self.controllers = tuple(controllers)
+        self.patterns = tuple(patterns)
         self.coefficients: tuple[Coefficient, ...] = tuple(c for k in controllers for c in k.coefficients)
         self.taps: tuple[Coefficient, ...] = tuple(c for k in controllers for c in k.taps)
         self.tapped = tapped_graph(traced, [*self.coefficients, *self.taps])

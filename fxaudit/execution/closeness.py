@@ -11,6 +11,8 @@ import numpy as np
 LIMITS = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 # Or this many times what torch itself is off from float64, and one rounding of the largest element.
 REFEREE_FACTOR = 4.0
+# In turn, torch may not be off by more than this many times what the other is: then what is called torch's is not.
+_REVERSE_FACTOR = 100.0
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
@@ -34,7 +36,10 @@ class Closeness:
         if self.referee is None:
             return False
         expected, found = self.referee
-        return found <= REFEREE_FACTOR * expected + self.rounding
+        return (
+            found <= REFEREE_FACTOR * expected + self.rounding
+            and expected <= _REVERSE_FACTOR * found + REFEREE_FACTOR * self.rounding
+        )
 
     def __str__(self) -> str:
         text = f"{self.l2:.2g} in L2, {self.largest:.2g} of the largest element"

@@ -21,7 +21,8 @@ from fxaudit.replay.run import IdentityReplay, Recording
 from fxaudit.stages import Discovery, Matched, TraceReport
 
 if TYPE_CHECKING:  # importing it for real would import onnx for every command
-    from fxaudit.execution.export import ExportedGraphs
+    from fxaudit.execution.bundle import Bundle
+    from fxaudit.execution.verification import Verification
 
 NEAR_MISSES = 3
 
@@ -125,23 +126,25 @@ def record(recording: Recording, traced: TracedModel, replayed: IdentityReplay) 
     }
 
 
-def export(exported: ExportedGraphs, traced: TracedModel, forms: tuple[str, ...]) -> dict[str, Any]:
-    """The JSON of `fxaudit export`; files of forms that were not asked for are removed."""
-    files = {}
-    for form in ("live", "bound", "baked"):
-        path = getattr(exported, form)
-        if path is not None and (not forms or form in forms):
-            files[form] = str(path)
-        elif path is not None:
-            path.unlink()
+def export(bundle: Bundle, verification: Verification | None) -> dict[str, Any]:
+    """The JSON of `fxaudit export`."""
+    manifest = bundle.manifest
+    programs = {form: program["file"] for form, program in manifest["programs"].items()}
+    graphs = {form: graph["file"] for form, graph in manifest["graphs"].items()}
     return {
         "schema": "fxaudit.export/1",
-        "files": files,
-        "inputs": list(traced.input_names),
-        "outputs": list(traced.output_names),
-        "coefficients": dict(exported.coefficient_names),
-        "removed": exported.removed_by_module,
-        "provenance": provenance(traced),
+        "directory": str(bundle.directory),
+        "files": {form: str(bundle.directory / file) for form, file in graphs.items()},
+        "programs": {form: None if file is None else str(bundle.directory / file) for form, file in programs.items()},
+        "options": manifest["options"],
+        "inputs": list(bundle.exported.input_names),
+        "outputs": list(bundle.exported.output_names),
+        "coefficients": {c["key"]: c["name"] for c in manifest["coefficients"]},
+        "removed": manifest["removed"]["modules"],
+        "folded": manifest["folded"],
+        "verified": None if verification is None else verification.to_json(),
+        "findings": manifest["findings"],
+        "provenance": provenance(bundle.frozen.traced),
     }
 
 

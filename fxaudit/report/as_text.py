@@ -238,11 +238,28 @@ def audit(found: dict[str, Any], report: Path, console: Console) -> None:
 
 def export(described: dict[str, Any], console: Console) -> None:
     """What `fxaudit export` prints."""
-    for form, path in described["files"].items():
-        _line(console, form, path)
+    for form, path in (*described["files"].items(), *described["programs"].items()):
+        _line(console, form, path or "no torch program")
     removed = described["removed"]
-    nodes, parameters = (sum(row[key] for row in removed) for key in ("nodes", "parameters"))
-    _line(console, "removed", f"{nodes} nodes and {parameters:,} parameters in {len(removed)} modules")
+    nodes, parameters, size = (sum(row[key] for row in removed) for key in ("nodes", "parameters", "bytes"))
+    _line(console, "removed", f"{nodes} nodes and {parameters:,} parameters ({size:,} bytes) in {len(removed)} modules")
+    for fold in described["folded"]:
+        what = f"into {', '.join(fold['into'])}" if fold["folded"] else f"stays: {fold['reason']}"
+        _line(console, "folded" if fold["folded"] else "kept", f"{fold['coefficient']} {what}")
+    findings(tuple(Finding(f["kind"], f["text"], f["where"]) for f in described["findings"]), console)
+    if described["verified"] is not None:
+        verify(described["verified"], console)
+
+
+def verify(found: dict[str, Any], console: Console) -> None:
+    """What `fxaudit verify` prints: a line for each check."""
+    labels = {True: ("ok", "green"), False: ("FAILED", "bold red"), None: ("not checked", "yellow")}
+    for check in found["checks"]:
+        label, style = labels[check["passed"]]
+        text = Text(f"{label:<12}", style=style) + Text(f"{check['file']}: {check['name']}: {check['detail']}")
+        console.print(text, soft_wrap=True)
+    for form, verdict in found["verdict"].items():
+        _line(console, form, f"{verdict} on {found['provider']}, unoptimised")
 
 
 def explain(found: Explained, console: Console) -> None:

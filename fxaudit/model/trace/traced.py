@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from fxaudit.errors import DataError
 from fxaudit.model.compare import Comparisons
 from fxaudit.model.inputs import Arguments, batch_of, resampled
 from fxaudit.model.load import Subject
+from fxaudit.model.settings import TraceOptions
 from fxaudit.model.trace.leaves import Leaf
 from fxaudit.provenance import json_digest, tensor_digest
 
@@ -64,6 +65,7 @@ class TracedModel:
     frontend: str = "torch.export"
     decisions: tuple[str, ...] = ()
     unseen: tuple[Leaf, ...] = ()
+    options: TraceOptions = field(default_factory=TraceOptions)
 
     @property
     def graph(self) -> Graph:

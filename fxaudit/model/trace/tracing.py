@@ -66,6 +66,7 @@ def trace(subject: Subject, *, seed: int = 0, options: TraceOptions | None = Non
         findings=(*traced.findings, *warmed, *left_behind),
         fingerprint=before,
         seconds=time.perf_counter() - started,
+        options=options,
     )
 
 
