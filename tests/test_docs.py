@@ -46,12 +46,16 @@ def _shared_options() -> set[str]:
     return {option for parameter in cli.main.commands["trace"].params for option in parameter.opts} | {"--onnx"}
 
 
+def _export_options() -> set[str]:
+    return {
+        option for parameter in EXPORTING for option in parameter.opts if option.startswith("--")
+    } - _shared_options()
+
+
 def _check_names() -> set[str]:
     source = (ROOT / "fxaudit" / "execution" / "verification.py").read_text(encoding="utf-8")
-    return {name for name in re.findall(r'Check\("([^"]+)"', source)} | {
-        "identity",
-        "outputs for exchanged coefficients",
-    }
+    named = {"identity", "outputs for exchanged coefficients"}
+    return named.union(re.findall(r'Check\("([^"]+)"', source))
 
 
 def _code(text: str) -> set[str]:
@@ -114,9 +118,7 @@ def test_every_command_is_in_the_readme(command: str) -> None:
     assert command in README
 
 
-@pytest.mark.parametrize(
-    "option", sorted({o for p in EXPORTING for o in p.opts if o.startswith("--")} - _shared_options())
-)
+@pytest.mark.parametrize("option", sorted(_export_options()))
 def test_every_option_of_export_and_verify_is_documented(option: str) -> None:
     assert option in EXPORT_GUIDE
 
