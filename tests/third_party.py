@@ -164,7 +164,9 @@ def _without_zeros(module: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(7)
     for name, parameter in module.named_parameters():
         largest = parameter.abs().max()
-        is_scale = name.endswith("weight") or any(word in name.split(".")[-1] for word in ("gamma", "scale", "ls"))
+        is_scale = name.endswith("weight") or any(
+            word in name.split(".")[-1] for word in ("gamma", "scale", "gain", "ls")
+        )
         if parameter.ndim >= 2 and parameter.numel() > 1 and largest < 1e-3:
             parameter.normal_(0, 0.1, generator=generator)
         elif (parameter.ndim <= 1 and largest < 1e-3 and is_scale) or ("gamma" in name and largest < 1e-2):

@@ -89,7 +89,7 @@ def check(row: Row) -> Outcome:
     module, inputs = row.build()
     try:
         counted = census(row, module, inputs)
-        traced = stages.trace(subject(module, inputs, source=row.model))
+        traced = stages.trace(subject(module, inputs, source=row.model), options=row.options)
         patterns = load_patterns()
         default = stages.match(traced, patterns)
         enabled = stages.match(traced, patterns, enable=_to_enable(row, patterns))

@@ -294,9 +294,9 @@ FURTHER = [
         "transformers llama eager",
         transformers("llama", attention="eager"),
         {},
-        other={"attention-probs": 2},
-        modules={"attention-probs": "LlamaAttention"},
-        source="one for each call of attention",
+        other={"attention-probs": 2, "glu-gate": 2},
+        modules={"attention-probs": "LlamaAttention", "glu-gate": "LlamaMLP"},
+        source="one for each call of attention, and for each MLP",
         in_sample=True,
     ),
 ]

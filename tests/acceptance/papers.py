@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fxaudit.model.settings import TraceOptions
 from tests.acceptance.models import (
     dcformer,
     dit,
@@ -144,6 +145,7 @@ PAPERS = [
         text(hyper_connections.Stack),
         {"hyper-connection": 6},
         modules={"hyper-connection": "HyperConnections"},
+        in_sample=True,
     ),
     Row(
         "B3",
@@ -178,6 +180,7 @@ PAPERS = [
         {"dynamic-taps": 3},
         modules={"dynamic-taps": "DynamicConv"},
         source="one for each layer",
+        in_sample=True,
     ),
     Row(
         "D4",
@@ -186,6 +189,26 @@ PAPERS = [
         {"linear-rnn-gate": 2},
         modules={"linear-rnn-gate": "GatedLinearAttention"},
         source="one for each layer",
+        in_sample=True,
+    ),
+    Row(
+        "X3",
+        "LSTM of 3 tokens",
+        text(sequences.Recurrent, nn.LSTM, length=3),
+        other={"rnn-gates": 12},
+        modules={"rnn-gates": "12*LSTM"},
+        source="3 gates and a candidate for each token",
+        options=TraceOptions(decompose=("lstm",)),
+        in_sample=True,
+    ),
+    Row(
+        "X3",
+        "GRU of 3 tokens",
+        text(sequences.Recurrent, nn.GRU, length=3),
+        other={"rnn-gates": 9},
+        modules={"rnn-gates": "9*GRU"},
+        source="2 gates and a candidate for each token",
+        options=TraceOptions(decompose=("lstm",)),
     ),
     Row(
         "E2",
@@ -194,6 +217,7 @@ PAPERS = [
         other={"adaln-film": 3},
         modules={"adaln-film": "FiLMedBlock"},
         source="one for each block",
+        in_sample=True,
     ),
     Row(
         "G9",
@@ -202,6 +226,7 @@ PAPERS = [
         {"mod-router": 2},
         modules={"mod-router": "DepthRouter"},
         source="every other block",
+        in_sample=True,
     ),
     Row("G10", "SkipNet", skipnet, {"mod-router": 3}, source="one for each block but the first"),
     Row(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from fxaudit.model.settings import TraceOptions
 from tests.third_party import Build, Inputs
 
 TABLE = "table"
@@ -23,7 +24,7 @@ class Row:
     that are counted apart: opt-in ones are enabled for the row, report-only and external ones always show. `source`
     says where the numbers are from: the table, or a formula. `modules` names, for each family, classes of the eager
     model whose forward calls are its controllers, a second way to the same number; ``2*Name`` where one call holds two.
-    `make test` checks the rows `in_sample`.
+    `options` are those of the trace, where the family is hidden without. `make test` checks the rows `in_sample`.
     """
 
     number: str
@@ -33,6 +34,7 @@ class Row:
     other: Mapping[str, int] = field(default_factory=dict)
     source: str = TABLE
     modules: Mapping[str, str] = field(default_factory=dict)
+    options: TraceOptions | None = None
     in_sample: bool = False
 
     @property

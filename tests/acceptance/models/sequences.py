@@ -2,6 +2,7 @@
 
 Dynamic convolution (arXiv:1901.10430), highway networks (arXiv:1505.00387), gated linear attention (arXiv:2312.06635),
 the three-way output gate of native sparse attention (arXiv:2502.11089), and feature-wise modulation (arXiv:1709.07871).
+Recurrent layers are torch's own.
 """
 
 from __future__ import annotations
@@ -42,6 +43,18 @@ class DynamicConvNet(nn.Module):
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = x + conv(norm(x))
         return self.head(x)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer of torch, an LSTM or a GRU, between an embedding and a head."""
+
+    def __init__(self, kind, dim=16, vocabulary=128):
+        super().__init__()
+        self.embed, self.cells = nn.Embedding(vocabulary, dim), kind(dim, dim, batch_first=True)
+        self.head = nn.Linear(dim, vocabulary)
+
+    def forward(self, input_ids):
+        return self.head(self.cells(self.embed(input_ids))[0])
 
 
 class Highway(nn.Module):
