@@ -29,7 +29,7 @@ from tests.processes import GIBIBYTE, Lost, each
 ROOT = Path(__file__).parents[2]
 AS_EXPECTED = "as expected"
 MEMORY = 12 * GIBIBYTE
-SECONDS = 1800
+SECONDS = 3600
 # Discover finds at least this share of all controllers, and of its sites at most this share is none.
 LEAST_FOUND = 0.95
 MOST_FALSE = 0.2
