@@ -124,6 +124,33 @@ def test_report_on_a_folder_without_an_audit_is_a_data_error(tmp_path: Path) -> 
     assert "holds no audit" in result.stderr
 
 
+def test_every_figure_about_execution_says_where_it_comes_from(found: dict[str, Any]) -> None:
+    execution = found["execution"]
+    count = {"provider": "CPUExecutionProvider", "level": "ORT_DISABLE_ALL", "precision": "float32"}
+    assert execution["roles"] == {"COUNT": count, "EVIDENCE": {**count, "level": "ORT_ENABLE_ALL"}}
+    assert execution["time"] == []
+    assert execution["agreement"]["referee"]["heard"] == execution["inputs"] == 8
+    for form in execution["forms"].values():
+        assert form["evidence"]["providers"] == {"CPUExecutionProvider": form["evidence"]["executed_nodes"]}
+    assert {probe["name"] for probe in execution["probes"]} == {"constant", "repeated"}
+    gates = [row for row in execution["modules"] if row["module"].endswith(".gate")]
+    assert [row["live"]["flops"][0] for row in gates] == [2 * TOKENS * WIDTH**2] * 2
+    assert found["provenance"]["options"]["provider"] == "CPUExecutionProvider"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which onnxruntime falls back")
+def test_a_provider_that_would_silently_fall_back_is_refused_before_anything_is_recorded(place: Path) -> None:
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        pytest.skip("this onnxruntime is built without CUDA and says so itself")
+    result = run(
+        "audit", f"{place}/model.py:build", "--data", place / "evaluation.safetensors",
+        "--calibration", place / "calibration.safetensors", "--provider", "cuda", "-o", place / "refused",
+    )  # fmt: skip
+    assert result.exit_code == 7
+    assert "a silent fallback to CPUExecutionProvider" in result.stderr
+    assert not (place / "refused").exists()
+
+
 def test_a_second_audit_reuses_the_recorded_coefficients(place: Path, found: dict[str, Any]) -> None:
     stores = sorted((place / "report" / "coefficients").rglob("*.safetensors"))
     before = [path.stat().st_mtime_ns for path in stores]

@@ -48,6 +48,7 @@ def render(audit: Mapping[str, Any]) -> str:
         "domain": _domain,
     }
     source = resources.files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8")
+    audit = {**audit, "execution": _completed(audit["execution"])}
     page = environment.from_string(source).render(
         audit=audit,
         questions=QUESTIONS,
@@ -166,6 +167,26 @@ def _refused(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {"label": label, "scope": scope, "reason": reason, "controllers": list(dict.fromkeys(ids))}
         for (label, scope, reason), ids in groups.items()
     ]
+
+
+def _completed(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Execution with every field of this version: an audit.json may be older than the fields."""
+    if "forms" not in found:
+        return found
+    count = {"provider": found.get("provider"), "level": "ORT_DISABLE_ALL", "precision": "precision not recorded"}
+    forms = {
+        name: {"evidence": None, "bytes_read": [], "bytes_written": [], **form} for name, form in found["forms"].items()
+    }
+    for form in forms.values():
+        form["roots"] = [{"source": "", **root} for root in form["roots"]]
+    unasked = {"heard": 0, "unheard": "by an earlier version"}
+    return {
+        **dict.fromkeys(("modules", "branches", "probes", "experts", "time"), ()),
+        "roles": {"COUNT": count},
+        **found,
+        "forms": forms,
+        "agreement": {"referee": unasked, **found["agreement"]},
+    }
 
 
 def _execution(found: Mapping[str, Any]) -> dict[str, Any]:

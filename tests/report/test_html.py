@@ -448,6 +448,21 @@ def test_a_time_that_was_not_measured_says_how_it_would_be():
     assert "Not measured; fxaudit audit --time measures it." in Page(render(audit)).words
 
 
+def test_an_audit_of_a_version_that_recorded_less_is_still_rendered():
+    audit = sample()
+    for key in ("roles", "modules", "branches", "probes", "experts", "time"):
+        del audit["execution"][key]
+    del audit["execution"]["agreement"]["referee"]
+    audit["execution"] |= {"role": "COUNT", "provider": "CPUExecutionProvider"}
+    for one in audit["execution"]["forms"].values():
+        for key in ("evidence", "bytes_read", "bytes_written"):
+            del one[key]
+    page = Page(render(audit))
+    (caption,) = (caption for caption in page.tables if caption.startswith("The exported forms"))
+    assert "role COUNT, CPUExecutionProvider, precision not recorded, graph as exported" in caption
+    assert "not asked: by an earlier version" in page.words
+
+
 def test_a_referee_that_was_not_heard_says_why():
     audit = sample()
     referee = {"heard": 0, "torch_error": None, "onnx_error": None, "share_of_limit": None, "unheard": "too large"}
