@@ -20,6 +20,7 @@ import onnx
 
 from fxaudit.errors import ProviderError
 from fxaudit.execution.branches import CONTROL_FLOW
+from fxaudit.execution.closeness import relative_errors
 from fxaudit.execution.formulas import FREE_OPS, FUSED_FREE_OPS, fused_flops
 from fxaudit.execution.options import CPU
 from fxaudit.execution.profile import node_name, shapes, split_runs
@@ -47,7 +48,7 @@ class Kernel:
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What one model ran as when optimised: its kernels for the first feed, how many different sequences of kernels and
-    shapes all feeds had, and what each provider claimed before the last fusions."""
+    shapes all feeds had, what each provider claimed before the last fusions, and the outputs."""
 
     kernels: tuple[Kernel, ...]
     sequences: int
@@ -58,8 +59,14 @@ class Evidence:
     def ops(self) -> dict[str, int]:
         return dict(sorted(Counter(kernel.op for kernel in self.kernels).items()))
 
-    def to_json(self) -> dict[str, Any]:
-        """Kernels by op and provider with the modules they serve, and the totals."""
+    def to_json(self, expected: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:
+        """Kernels by op and provider with the modules they serve, the totals, and the largest difference from the
+        `expected` outputs, relative to their largest element."""
+        moved = [
+            relative_errors(value, found[name])[1]
+            for own, found in zip(expected, self.outputs, strict=True)
+            for name, value in own.items()
+        ]
         groups: dict[tuple[str, str], list[Kernel]] = {}
         for kernel in self.kernels:
             groups.setdefault((kernel.op, kernel.provider), []).append(kernel)
@@ -68,6 +75,7 @@ class Evidence:
             "flops_padded": sum(kernel.flops or 0 for kernel in self.kernels),
             "flops_unknown": sorted({kernel.op for kernel in self.kernels if kernel.flops is None}),
             "sequences": self.sequences,
+            "difference": max(moved, default=0.0),
             "mapped": {how: sum(kernel.mapped == how for kernel in self.kernels) for how in MAPPED},
             "claimed": dict(self.claimed),
             "providers": dict(Counter(kernel.provider for kernel in self.kernels)),

@@ -194,7 +194,7 @@ class _Execution:
             identity={"bitwise": None if proof.random else True, "random": list(proof.random)},
             fidelity=self._fidelity(runs["live"], proof),
             baked=self._baked(runs.get("baked"), proof),
-            evidence=self._evidence(),
+            evidence=self._evidence(runs),
             time=self._time(),
             removed=tables.removed(exported),
             proof={form: tables.proof(found) for form, found in self.proofs.items()},
@@ -264,12 +264,12 @@ class _Execution:
             found["baked"] = (self.exported.baked, self.feeds[0])
         return found
 
-    def _evidence(self) -> dict[str, Any]:
+    def _evidence(self, counted: Mapping[str, CountedRuns]) -> dict[str, Any]:
         if not self.options.evident:
             return {}
         feeds: dict[str, Sequence[Feed]] = {"live": self.feeds, "bound": self.bound_feeds, "baked": self.feeds}
         return {
-            form: gather_evidence(path, feeds[form], self.runtime, self.options.provider).to_json()
+            form: gather_evidence(path, feeds[form], self.runtime, self.options.provider).to_json(counted[form].outputs)
             for form, (path, _) in self._models().items()
         }
 

@@ -89,11 +89,29 @@ def _execution(found: dict[str, Any]) -> str:
         return str(found.get("error") or "not measured").splitlines()[0]
     live, bound = found["forms"]["live"], found["forms"]["bound"]
     nodes, parameters = (sum(row[key] for row in found["removed"]) for key in ("nodes", "parameters"))
-    exact = "equal to the traced graph's" if found["exact"] else "different from the traced graph's"
-    return (
-        f"{_range(live['flops'])} FLOPs for each of {found['inputs']} inputs on onnxruntime, {exact};"
+    if found["exact"] is None:
+        exact = "not compared with the traced graph's, as an op has no formula"
+    else:
+        exact = "equal to the traced graph's" if found["exact"] else "different from the traced graph's"
+    roles = found.get("roles", {})
+    counted = f" ({role_text('COUNT', roles['COUNT'])})" if "COUNT" in roles else ""
+    text = (
+        f"{_range(live['flops'])} FLOPs for each of {found['inputs']} inputs on onnxruntime{counted}, {exact};"
         f" freezing leaves {_range(bound['flops'])}, and removes {nodes} nodes and {parameters:,} parameters"
     )
+    if found.get("time"):
+        outcomes = ", ".join(f"{row['name']} {row['outcome']}" for row in found["time"])
+        text += f"; in time ({role_text('TIME', roles['TIME'])}): {outcomes}"
+    return text
+
+
+def role_text(role: str, how: dict[str, str]) -> str:
+    """Where a figure of a role comes from, in the words that stand beside it."""
+    level = _LEVELS.get(how["level"], how["level"])
+    return f"role {role}, {how['provider']}, {how['precision']}, {level}"
+
+
+_LEVELS = {"ORT_DISABLE_ALL": "graph as exported", "ORT_ENABLE_ALL": "all optimisations"}
 
 
 def _range(values: list[int]) -> str:

@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 
 from fxaudit.errors import DataError
 from fxaudit.report import pictures
-from fxaudit.report.claims import QUESTIONS, claims
+from fxaudit.report.claims import QUESTIONS, claims, role_text
 
 SCHEMA = "fxaudit.audit/1"
 ROWS = 64  # what a picture or table shows at most; the page says how many are left out
@@ -198,18 +198,9 @@ def _execution(found: Mapping[str, Any]) -> dict[str, Any]:
         "removed": found.get("removed", ()),
         "roots": roots,
         "unknown": [(name, op) for name, form in forms.items() for op in form["unknown"]],
-        "roles": {role: _role(role, how) for role, how in found.get("roles", {}).items()},
+        "roles": {role: role_text(role, how) for role, how in found.get("roles", {}).items()},
         "kernels": [
             (name, kernel) for name, form in forms.items() if form["evidence"] for kernel in form["evidence"]["kernels"]
         ],
         "modules": [row for row in found.get("modules", ()) if any(row[form]["flops"] != [0] for form in forms)],
     }
-
-
-def _role(role: str, how: Mapping[str, str]) -> str:
-    """Where a figure comes from, in the words that stand beside it."""
-    level = _LEVELS.get(how["level"], how["level"])
-    return f"role {role}, {how['provider']}, {how['precision']}, {level}"
-
-
-_LEVELS = {"ORT_DISABLE_ALL": "graph as exported", "ORT_ENABLE_ALL": "all optimisations"}

@@ -41,13 +41,13 @@ def test_every_kernel_is_traced_back_to_modules_of_the_model(squeeze):
 def test_padding_of_channels_counts_as_executed(squeeze):
     _, evidence, _ = squeeze
     # The blocked layout of this processor pads the 8 and 2 channels of the first stages, never removes one.
-    assert evidence.to_json()["flops_padded"] >= SQUEEZE_NET
-    assert evidence.to_json()["flops_unknown"] == []
+    assert evidence.to_json(evidence.outputs)["flops_padded"] >= SQUEEZE_NET
+    assert evidence.to_json(evidence.outputs)["flops_unknown"] == []
 
 
 def test_a_static_model_has_one_sequence_of_kernels_on_one_provider(squeeze):
     _, evidence, _ = squeeze
-    found = evidence.to_json()
+    found = evidence.to_json(evidence.outputs)
     assert found["sequences"] == 1
     assert found["providers"] == {CPU: found["executed_nodes"]}
     assert set(found["claimed"]) == {CPU}
@@ -60,6 +60,14 @@ def test_optimised_outputs_are_those_of_the_model(squeeze):
         for feed, outputs in zip(feeds, evidence.outputs, strict=True):
             expected = frozen.traced.subject.module(torch.from_numpy(feed["x"]))
             np.testing.assert_allclose(next(iter(outputs.values())), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_how_far_optimising_moves_the_outputs_is_told(squeeze):
+    _, evidence, _ = squeeze
+    name = next(iter(evidence.outputs[0]))
+    moved = [evidence.outputs[0], {name: evidence.outputs[1][name] + np.float32(0.5)}]
+    assert evidence.to_json(evidence.outputs)["difference"] == 0.0
+    assert evidence.to_json(moved)["difference"] == pytest.approx(0.5 / np.abs(moved[1][name]).max(), rel=1e-3)
 
 
 def kernel(op, provider, flops):

@@ -167,6 +167,30 @@ def test_execution_tells_counts_and_what_freezing_removes(audit):
     assert claims(audit)["execution"] == expected
 
 
+def test_execution_says_where_its_figures_come_from(audit):
+    count = {"provider": "CPUExecutionProvider", "level": "ORT_DISABLE_ALL", "precision": "float32"}
+    time = {"provider": "CUDAExecutionProvider", "level": "ORT_ENABLE_ALL", "precision": "float16"}
+    audit["execution"] |= {
+        "roles": {"COUNT": count, "TIME": time},
+        "time": [
+            {"name": "controller cost", "outcome": "-2.6 %"},
+            {"name": "specialisation gain", "outcome": "not resolvable"},
+        ],
+    }
+    assert tells(
+        claims(audit)["execution"],
+        "1,200 FLOPs for each of 4 inputs on onnxruntime",
+        "(role COUNT, CPUExecutionProvider, float32, graph as exported)",
+        "in time (role TIME, CUDAExecutionProvider, float16, all optimisations)",
+        "controller cost -2.6 %, specialisation gain not resolvable",
+    )
+
+
+def test_counts_that_could_not_be_compared_are_told(audit):
+    audit["execution"]["exact"] = None
+    assert "not compared with the traced graph's, as an op has no formula" in claims(audit)["execution"]
+
+
 def test_counts_that_differ_from_the_traced_graphs_are_told(audit):
     audit["execution"]["exact"] = False
     assert "onnxruntime, different from the traced graph's" in claims(audit)["execution"]

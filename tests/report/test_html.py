@@ -100,6 +100,7 @@ def form(flops: int, nodes: int) -> dict[str, Any]:
             "flops_padded": flops + 1000,
             "flops_unknown": ["Mystery"],
             "sequences": 1,
+            "difference": 2.5e-7,
             "mapped": {"name": 3, "value": 0, "region": 1, "lost": 0},
             "claimed": {"CPUExecutionProvider": 4},
             "providers": {"CPUExecutionProvider": 4},
@@ -440,6 +441,10 @@ def test_every_table_of_execution_says_which_role_provider_precision_and_level_i
     assert role in caption
     if row is not None:
         assert page.table(title)[1] == row
+
+
+def test_how_far_optimising_moves_outputs_is_on_the_page():
+    assert "2.500e-07 (live), 2.500e-07 (bound), 2.500e-07 (baked)" in Page(render(sample())).words
 
 
 def test_a_time_that_was_not_measured_says_how_it_would_be():
