@@ -9,7 +9,6 @@ once. A weight that another node reads, too, is copied; no tensor of the model i
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from fxaudit import ops
 from fxaudit.errors import SelfCheckError
 from fxaudit.execution.closeness import closeness
 from fxaudit.execution.flops import input_dependent
+from fxaudit.execution.numerics import ask
 from fxaudit.model.settings import exact_numerics
 
 # Ops that move elements and change none.
@@ -108,7 +108,7 @@ def fold_checked(module: GraphModule, coefficients: Mapping[str, str], leaves: S
     folding = fold(module, coefficients, leaves)
     with exact_numerics():
         expected, found = module(*leaves), folding.module(*leaves)
-        referee = _in_float64(module, leaves)
+        referee = ask(module, {}, leaves).outputs
     worst = None
     for i, (a, b) in enumerate(zip(expected, found, strict=True)):
         wide = referee[i].numpy() if referee is not None else None
@@ -123,16 +123,6 @@ def fold_checked(module: GraphModule, coefficients: Mapping[str, str], leaves: S
             )
         worst = close if worst is None or close.largest > worst.largest else worst
     return replace(folding, equivalence=str(worst))
-
-
-def _in_float64(module: GraphModule, leaves: Sequence[Tensor]) -> Sequence[Tensor] | None:
-    """The outputs in float64; None where the graph does not run in it."""
-    try:
-        wide = copy.deepcopy(module).double()
-        found: Sequence[Tensor] = wide(*(t.double() if t.is_floating_point() else t for t in leaves))
-    except Exception:  # explicit float32 steps inside the graph clash with float64 operands
-        return None
-    return found
 
 
 # --- scales ---------------------------------------------------------------------------------------------------------

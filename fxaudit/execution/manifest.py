@@ -4,7 +4,7 @@ has."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from fxaudit.errors import DataError
 from fxaudit.execution.bundle import FILES, MANIFEST, SCHEMA, file_digest
 from fxaudit.execution.export.files import WEIGHTS
 from fxaudit.execution.proof import all_nodes
+from fxaudit.execution.samples import SAMPLES, Sample
 from fxaudit.model.files import printable
 
 _LONGEST_MANIFEST = 100_000_000
@@ -51,7 +52,41 @@ def open_bundle(directory: Path) -> dict[str, Any]:
             program["file"] != f"{form}.pt2" or program["file"] not in manifest["files"]
         ):
             raise _damaged(directory, f"a program `{form}` in a listed file", printable(str(program["file"])))
+    if not manifest["graphs"] or SAMPLES not in manifest["files"]:
+        raise _damaged(
+            directory, f"at least one graph, and {SAMPLES}", ", ".join(sorted(manifest["files"])) or "nothing"
+        )
     return manifest
+
+
+def require_fitting(samples: Sequence[Sample], manifest: Mapping[str, Any], path: Path) -> None:
+    """Raise unless every sample has what each graph of the manifest takes and gives, and there is one for each run.
+
+    Raises:
+        DataError: with what is missing.
+    """
+    bound = {c["name"] for c in manifest["coefficients"] if c["bound"]}
+    inputs = {v["name"] for g in manifest["graphs"].values() for v in g["inputs"]} - bound
+    outputs = {v["name"] for f, g in manifest["graphs"].items() if f != "tapped" for v in g["outputs"]}
+    runs = len(manifest["samples"]["runs"])
+    missing = [] if len(samples) == runs else [f"{runs - len(samples)} of {runs} samples"]
+    for i, sample in enumerate(samples):
+        wanted = {"inputs": inputs, "outputs": outputs, "exchanged_outputs": outputs}
+        if "baked" in manifest["graphs"]:
+            wanted["baked_outputs"] = outputs
+        if bound:
+            wanted |= {"coefficients": bound, "exchanged": bound}
+        missing += [
+            f"{i}/{g}/{name}" for g, names in wanted.items() for name in sorted(names - getattr(sample, g).keys())
+        ]
+    if missing:
+        raise DataError(
+            f"{path.name} does not fit the manifest beside it",
+            where=str(path),
+            expected="for every sample what each graph takes and gives",
+            found=f"no {printable(', '.join(missing[:3]))}",
+            remedy="export the model again",
+        )
 
 
 def _read(directory: Path) -> dict[str, Any]:
@@ -90,6 +125,7 @@ def _check_shape(manifest: dict[str, Any], directory: Path) -> None:
                 assert isinstance(value["name"], str)
         for program in manifest["programs"].values():
             assert isinstance(program["file"], str | None)
+            assert isinstance(program["reason"], str)
         for coefficient in manifest["coefficients"]:
             assert isinstance(coefficient["name"], str)
             assert isinstance(coefficient["bound"], bool)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.errors import DataError
 from fxaudit.execution.baking import expanded_all
 from fxaudit.execution.export import ExportedGraphs
+from fxaudit.execution.numerics import BUDGET, ask
 from fxaudit.model.inputs import batch_of
-from fxaudit.model.memory import free_memory
-from fxaudit.model.settings import exact_numerics, quiet_torch
+from fxaudit.model.settings import exact_numerics
 
 SAMPLES = "samples.safetensors"
-# A graph in float64 with its activations has to fit this many times into the memory that is free.
-_HEADROOM = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,38 +105,22 @@ def exchanged(frozen: FrozenModel, values: Sequence[Sequence[Tensor]], run: int)
 
 
 def with_referee(
-    samples: Sequence[Sample], live: GraphModule, baked: GraphModule | None
+    samples: Sequence[Sample], live: GraphModule, baked: GraphModule | None, budget: int = BUDGET
 ) -> tuple[tuple[Sample, ...], str]:
-    """`samples` with outputs in float64, or as they are with the reason why there are none."""
-    tensors = [*live.parameters(), *live.buffers()]
-    need = 8 * sum(t.numel() for t in tensors) * _HEADROOM
-    free = free_memory()
-    if not any(t.is_floating_point() for t in tensors):
-        return tuple(samples), "the model has no floating-point weights"
-    if free is None or need > free:
-        return tuple(samples), f"it needs {need / 2**30:.1f} GiB of free memory"
-    try:
-        with exact_numerics(), quiet_torch():
-            wide = copy.deepcopy(live).double()
-            lives = [_in_float64(wide, sample) for sample in samples]
-            if baked is None:
-                return tuple(_replaced(s, outputs_float64=o) for s, o in zip(samples, lives, strict=True)), ""
-            wide = copy.deepcopy(baked).double()
-            bakeds = [_in_float64(wide, sample) for sample in samples]
-    except Exception as error:  # explicit float32 steps inside the graph clash with float64 operands
-        return tuple(samples), f"the graph does not run in float64 ({type(error).__name__})"
-    return tuple(
-        _replaced(s, outputs_float64=o, baked_outputs_float64=b) for s, o, b in zip(samples, lives, bakeds, strict=True)
-    ), ""
-
-
-def _in_float64(module: GraphModule, sample: Sample) -> dict[str, Tensor]:
-    leaves = [t.double() if t.is_floating_point() else t for t in sample.inputs.values()]
-    return dict(zip(sample.outputs, module(*leaves), strict=True))
-
-
-def _replaced(sample: Sample, **changes: Mapping[str, Tensor]) -> Sample:
-    return Sample(**{name: changes.get(name, getattr(sample, name)) for name in _GROUPS})
+    """`samples` with what the torch graphs compute in float64, or as they are with the reason why that is unknown."""
+    found = []
+    for sample in samples:
+        leaves = list(sample.inputs.values())
+        wide: dict[str, Mapping[str, Tensor]] = {}
+        for field_name, module in (("outputs_float64", live), ("baked_outputs_float64", baked)):
+            if module is None:
+                continue
+            referee = ask(module, {}, leaves, budget)
+            if referee.outputs is None:
+                return tuple(samples), referee.skipped
+            wide[field_name] = dict(zip(sample.outputs, referee.outputs, strict=True))
+        found.append(replace(sample, **wide))
+    return tuple(found), ""
 
 
 # --- on disk --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -21,6 +22,7 @@ import fxaudit
 from fxaudit.cli import main
 from fxaudit.errors import DataError, ExportError, LoadError, SelfCheckError
 from fxaudit.execution import samples as sampling
+from fxaudit.execution.export.programs import live_module
 from fxaudit.model.settings import TraceOptions
 from tests.execution.test_export import WIDTH, BatchedGroups, Gate, Router, SharedGate, frozen, x
 
@@ -208,12 +210,16 @@ def test_a_static_batch_is_exported_with_samples_of_that_batch(tmp_path):
     assert fxaudit.verify(tmp_path).passed
 
 
-def test_without_memory_for_float64_the_bundle_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(sampling, "free_memory", lambda: 1000)
-    bundle = fxaudit.export(frozen(SharedGate, (x(),)), tmp_path, forms=("live",))
-    assert "free memory" in bundle.manifest["samples"]["without_float64"]
-    assert not any("float64" in key for key in load_file(tmp_path / "samples.safetensors"))
-    assert fxaudit.verify(tmp_path).passed
+def test_without_memory_for_float64_the_bundle_says_so(written):
+    samples = sampling.read_samples(written.directory / "samples.safetensors")
+    bare = [replace(sample, outputs_float64={}, baked_outputs_float64={}) for sample in samples]
+    live = live_module(written.frozen)
+    again, reason = sampling.with_referee(bare, live, None)
+    assert reason == ""
+    assert torch.equal(again[0].outputs_float64["output"], samples[0].outputs_float64["output"])
+    same, reason = sampling.with_referee(bare, live, None, budget=1000)
+    assert same == tuple(bare)
+    assert "float64 would take more than" in reason
 
 
 class Solving(nn.Module):
@@ -342,6 +348,8 @@ def listed(name):
         lambda manifest: manifest.update(schema="fxaudit.bundle/99"),
         lambda manifest: manifest.pop("samples"),
         lambda manifest: manifest["samples"].pop("runs"),
+        lambda manifest: manifest.update(graphs={}),
+        lambda manifest: manifest["files"].pop("samples.safetensors"),
         lambda manifest: manifest.update(coefficients=[{"name": 3}]),
         lambda manifest: manifest["files"].update({"live.onnx": None}),
     ],
@@ -350,6 +358,28 @@ def test_a_manifest_that_is_none_is_refused(bundle, change):
     rewrite(bundle, change)
     with pytest.raises(DataError, match="damaged manifest"):
         fxaudit.verify(bundle)
+
+
+@pytest.mark.parametrize(
+    "name", ["0/inputs/x", "1/outputs/output", "2/coefficients/gate.linear_0_coefficient", "0/baked_outputs/output"]
+)
+def test_samples_that_lack_something_are_refused(bundle, name):
+    change_samples(bundle, lambda tensors: tensors.pop(name))
+    with pytest.raises(DataError, match="does not fit the manifest"):
+        fxaudit.verify(bundle)
+
+
+def test_a_sample_too_few_is_refused(bundle):
+    rewrite(bundle, lambda manifest: manifest["samples"]["runs"].append(manifest["samples"]["runs"][0]))
+    with pytest.raises(DataError, match="does not fit the manifest"):
+        fxaudit.verify(bundle)
+
+
+def test_what_a_manifest_says_does_not_reach_the_terminal_as_it_is(bundle):
+    change = lambda m: m["programs"]["bound"].update(file=None, reason="\x1b[2Jgone")  # noqa: E731
+    rewrite(bundle, change)
+    assert "?[2Jgone" in run("verify", bundle).stdout
+    assert "\x1b[2J" not in run("verify", bundle).stdout
 
 
 def test_a_directory_without_a_manifest_is_no_bundle(tmp_path):
@@ -437,7 +467,7 @@ def test_another_weight_in_bound_is_found(bundle):
         (lambda m: m["samples"]["runs"][0]["flops"].update(live=1), ("live.onnx", "FLOPs")),
         (lambda m: m["graphs"]["live"].update(static=False), ("live.onnx", "proof")),
         (lambda m: m["removed"]["nodes"].pop(), ("bound.onnx", "removed")),
-        (lambda m: m["graphs"]["live"]["inputs"][0].update(name="y"), ("live.onnx", "names")),
+        (lambda m: m["graphs"]["live"]["inputs"][0].update(shape=["batch", 6, WIDTH]), ("live.onnx", "names")),
     ],
 )
 def test_a_manifest_that_says_something_else_is_found(bundle, change, check):

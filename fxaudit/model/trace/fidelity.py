@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,6 @@ from fxaudit.errors import DataError, TraceError
 from fxaudit.model.compare import compare, largest_finite
 from fxaudit.model.inputs import Arguments, cloned, map_tensors, resampled
 from fxaudit.model.load import Subject
-from fxaudit.model.memory import free_memory
 from fxaudit.model.outputs import output_leaves
 from fxaudit.model.settings import quiet_torch
 from fxaudit.model.state import remember, set_back_buffers
@@ -108,7 +108,7 @@ def ask_referee(traced: TracedModel) -> Referee:
     """Errors of the eager model and of the trace against a copy of the model in float64."""
     subject = traced.subject
     wide = sum(tensor.numel() for tensor in [*subject.module.parameters(), *subject.module.buffers()]) * 8
-    free = free_memory()
+    free = _free_memory()
     if free is None or wide * _HEADROOM > free:
         return Referee(0.0, 0.0, f"it needs {wide * _HEADROOM / 2**30:.1f} GiB of free memory")
     arguments = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, subject.arguments)
@@ -128,3 +128,10 @@ def _distance(found: Any, expected: list[Any]) -> float:
         value.to(e.dtype) if isinstance(value, Tensor) else value for value, e in zip(found, expected, strict=True)
     ]
     return compare("", expected, widened).max_abs_diff
+
+
+def _free_memory() -> int | None:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
