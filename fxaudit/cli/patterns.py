@@ -143,7 +143,16 @@ def pattern_test(name: str | None, as_json_: bool, **options: Any) -> None:
     """
     results = []
     console = stdout()
-    for one in _chosen(name, options):
+    chosen = _chosen(name, options)
+    if not any(one.examples for one in chosen):
+        raise PatternError(
+            f"there is nothing to run: no example in {', '.join(one.name for one in chosen)}",
+            where="\n".join(str(one.path) for one in chosen),
+            expected="at least one [[example]]",
+            found="none",
+            remedy="write two that match and two near misses that must not: docs/patterns.md shows one",
+        )
+    for one in chosen:
         for example in one.examples:
             outcome = run_example(one, example)
             results.append((one, outcome))

@@ -317,12 +317,12 @@ def _role(axis: str) -> str:
 
 def _apply(site: Site, dataflow: Dataflow) -> tuple[str, str, str]:
     """The equation of the apply site, how the coefficient acts there, and its neutral value."""
-    carried = _carried(site, dataflow)
+    carried, is_itself = _carried(site, dataflow)
     match ops.op_name(site.apply):
         case "mul":
-            return f"value * {carried}", "multiply", "1.0"
+            return f"value * {carried}", "multiply", "1.0" if is_itself else ""
         case "add":
-            return f"value + {carried}", "add", "0.0"
+            return f"value + {carried}", "add", "0.0" if is_itself else ""
         case "einsum":
             return f"einsum(value, {carried})", "mix", ""
         case name:
@@ -333,9 +333,10 @@ def _apply(site: Site, dataflow: Dataflow) -> tuple[str, str, str]:
             return f"{name}({', '.join(sides)})", acts, ""
 
 
-def _carried(site: Site, dataflow: Dataflow) -> str:
-    """The coefficient on its way to the apply site, as a chain of the kinds of nodes that it passes."""
+def _carried(site: Site, dataflow: Dataflow) -> tuple[str, bool]:
+    """The coefficient on its way to the apply site, as a chain of the kinds of nodes that it passes; and whether it
+    arrives there as it was, not as a function of itself."""
     way = [n for n in structure.way_to(dataflow, site.coefficient, site.apply) if n is not site.coefficient]
     kinds = dict.fromkeys(["layout", *(_kind(n, dataflow) for n in way)])
     most = f", most={len(way)}" if len(way) > 12 else ""
-    return f"chain({' | '.join(kinds)}, least=0{most})(coefficient)"
+    return f"chain({' | '.join(kinds)}, least=0{most})(coefficient)", len(kinds) == 1

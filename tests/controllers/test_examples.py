@@ -130,3 +130,9 @@ def test_example_code_runs_when_a_pattern_is_tested(gate, tmp_path):
 def test_testing_a_pattern_that_fails_its_example_exits_with_the_code_of_pattern_errors(gate, expect, label):
     result = CliRunner().invoke(main, ["pattern", "test", "--patterns", str(gate(expect=expect))])
     assert (result.exit_code, f"{label}: one" in result.output) == (4, True)
+
+
+def test_a_pattern_without_examples_is_not_said_to_have_passed_them(tmp_path):
+    (tmp_path / "gate.toml").write_text(pattern_text(MATCH, name="gate"), encoding="utf-8")
+    result = CliRunner().invoke(main, ["pattern", "test", "--patterns", str(tmp_path)])
+    assert (result.exit_code, "no example in gate" in result.output) == (4, True)

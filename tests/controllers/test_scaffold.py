@@ -91,3 +91,33 @@ def test_an_unknown_place_is_refused_with_the_nearest(unseen):
 def test_a_place_without_a_controller_is_refused_with_the_reason(unseen):
     with pytest.raises(PatternError, match="nothing at `out` can be drafted as a controller"):
         stages.draft(unseen, "out", "mine")
+
+
+def test_a_draft_states_a_neutral_value_only_where_the_coefficient_itself_is_applied(unseen, tmp_path):
+    def drafted(target):
+        path = tmp_path / "mine.toml"
+        path.write_text(stages.draft(unseen, target, "mine"), encoding="utf-8")
+        return load_pattern(path).intervene
+
+    assert drafted("head").neutral == 1.0
+    assert drafted("sigmoid_1").neutral == 0.0  # it is added
+    mix = drafted("mix")  # shares of three: none of them means nothing
+    assert (mix.neutral, mix.simplex_sum) == (None, 1.0)
+
+
+class _Raised(nn.Module):
+    def __init__(self, widened):
+        super().__init__()
+        self.fc, self.out, self.widened = nn.Linear(8, 1), nn.Linear(8, 8), widened
+
+    def forward(self, x):
+        gate = torch.tanh(self.fc(x))
+        return self.out(x * (1 + (gate.repeat_interleave(8, -1) if self.widened else gate)))
+
+
+@pytest.mark.parametrize(("widened", "bound", "states"), [(False, "add", True), (True, "tanh", False)])
+def test_a_draft_of_what_is_applied_as_a_function_of_itself_states_no_neutral_value(widened, bound, states):
+    discovery = stages.discover(traced(_Raised(widened), torch.randn(2, 5, 8)), patterns=[])
+    (draft,) = stages.draft_discovered(discovery)
+    assert draft.covers[0].name.startswith(bound)
+    assert ("neutral = 1.0" in draft.text) == states
