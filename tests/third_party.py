@@ -67,6 +67,22 @@ def transformers(
     return build
 
 
+def full_size(model_type: str, *, cls: str = "AutoModelForCausalLM") -> Build:
+    """A builder of a transformers model in its own default configuration, on the meta device: shapes, no values."""
+
+    def build() -> tuple[nn.Module, Inputs]:
+        import transformers as package
+
+        config = package.CONFIG_MAPPING[model_type]()
+        config.use_cache = False
+        kind = getattr(package, cls)
+        make = kind.from_config if cls.startswith("Auto") else kind._from_config
+        with torch.device("meta"):
+            return make(config).eval(), {"input_ids": torch.empty((2, 12), dtype=torch.long)}
+
+    return build
+
+
 def torchvision(name: str, size: int = 64, **options: Any) -> Build:
     """A builder of a torchvision model without weights."""
 

@@ -32,7 +32,8 @@ class Outcome:
     row frozen, on example inputs: whether its output with its own coefficients is the eager model's, bit for bit (or,
     where the trace itself is not, as close as the trace); by how much the output moves when one family gets another
     input's coefficients; controllers whose cone is empty; and parameters of cones that the frozen graph still holds.
-    `discovered` is what `discover` finds without any pattern; it is judged over all rows, not row by row.
+    On the meta device nothing is replayed: only cones and parameters are looked at. `discovered` is what `discover`
+    finds without any pattern; it is judged over all rows, not row by row.
     """
 
     row: Row
@@ -123,6 +124,16 @@ def _to_enable(row: Row, patterns: Sequence[Pattern]) -> list[str]:
 
 def _frozen_facts(matched: Matched, module: nn.Module, inputs: Inputs) -> dict[str, Any]:
     frozen = FrozenModel(matched.traced, matched.controllers)
+    held = set(frozen.frozen.state_dict())
+    cones = {name for controller in matched.controllers for name in controller.parameter_names}
+    facts: dict[str, Any] = {
+        "empty_cones": tuple(controller.id for controller in matched.controllers if not controller.cone),
+        "held": tuple(sorted(cones & held)),
+    }
+    return facts | _replay_facts(matched, frozen, module, inputs) if matched.traced.fidelity.is_measured else facts
+
+
+def _replay_facts(matched: Matched, frozen: FrozenModel, module: nn.Module, inputs: Inputs) -> dict[str, Any]:
     example = as_arguments(inputs)
     own = frozen.live(*example[0], **example[1])
     other = resampled(example, seed=5)
@@ -136,14 +147,8 @@ def _frozen_facts(matched: Matched, module: nn.Module, inputs: Inputs) -> dict[s
         keys = {c.key for k in matched.controllers if k.pattern == pattern for c in k.coefficients}
         mixed = {key: (foreign if key in keys else own.coefficients)[key] for key in own.coefficients}
         moved[pattern] = _largest_change(replayed, _tensors(frozen(*example[0], coefficients=mixed, **example[1])))
-    held = set(frozen.frozen.state_dict())
-    cones = {name for controller in matched.controllers for name in controller.parameter_names}
-    return {
-        "identity": all(_agree(a, b, tolerance) for a, b in zip(expected, replayed, strict=True)),
-        "moved": moved,
-        "empty_cones": tuple(controller.id for controller in matched.controllers if not controller.cone),
-        "held": tuple(sorted(cones & held)),
-    }
+    identity = all(_agree(a, b, tolerance) for a, b in zip(expected, replayed, strict=True))
+    return {"identity": identity, "moved": moved}
 
 
 def _tensors(output: Any) -> list[Tensor]:

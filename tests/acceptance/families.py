@@ -127,8 +127,10 @@ FURTHER = [
         "transformers falcon_mamba",
         transformers("falcon_mamba", hidden_size=32, intermediate_size=64),
         {"ssm-delta": 2},
-        modules={"ssm-delta": "FalconMambaMixer"},
+        other={"z-gate": 2},
+        modules={"ssm-delta": "FalconMambaMixer", "z-gate": "FalconMambaMixer"},
         source=EACH,
+        in_sample=True,
     ),
     Row(
         "D8",

@@ -244,5 +244,6 @@ PAPERS = [
         other={"early-exit": 8},
         modules={"early-exit": "TokenConfidence"},
         source="the table's: one for each layer of LightGlue but the last, its exits written with tensor ops",
+        in_sample=True,
     ),
 ]

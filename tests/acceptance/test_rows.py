@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from fxaudit import load_patterns
 from tests.acceptance.check import Outcome, check
 from tests.acceptance.row import Row
 from tests.acceptance.rows import ROWS
@@ -31,6 +32,27 @@ def test_row_ids_are_distinct() -> None:
 def test_every_row_with_controllers_names_the_modules_that_hold_them() -> None:
     unnamed = [row.id for row in ROWS if set(row.expected) - set(row.modules)]
     assert unnamed == ["G10-SkipNet"]  # its gate is one module for all blocks, called once more than it is used
+
+
+# Whose smallest row takes too long for `make test`, where their examples run, and most are compared with hooks.
+BEYOND_THE_SAMPLE = {
+    "compressor",
+    "cond-conv",
+    "dcmha",
+    "delta-gate",
+    "depth-attention",
+    "focal-modulation",
+    "grn",
+    "moe-top1-capacity",
+    "mudd-dense",
+    "od-conv",
+}
+
+
+def test_every_family_has_a_row_and_all_but_the_named_a_sampled_one() -> None:
+    library = {pattern.name for pattern in load_patterns()}
+    assert {family for row in ROWS for family in row.expected} == library
+    assert library - {family for row in ROWS if row.in_sample for family in row.expected} == BEYOND_THE_SAMPLE
 
 
 GATED = Row("0", "gated", lambda: (nn.Identity(), {}), {"se-gate": 2}, {"glu-gate": 1}, modules={"se-gate": "Gate"})
