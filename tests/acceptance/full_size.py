@@ -45,4 +45,11 @@ FULL_SIZE = [
         {"moe-topk": 48},
         modules={"moe-topk": "Llama4Router"},
     ),
+    Row(
+        "51",
+        "transformers gemma3n_text full size",
+        full_size("gemma3n_text"),
+        {"altup": 35},
+        modules={"altup": "Gemma3nTextDecoderLayer"},
+    ),
 ]

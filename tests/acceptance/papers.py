@@ -62,8 +62,8 @@ def adaptive_inference() -> tuple[nn.Module, Inputs]:
 def diffusion(depth: int) -> Build:
     def build() -> tuple[nn.Module, Inputs]:
         g = torch.Generator().manual_seed(1)
-        latent = torch.randn(2, 4, 8, 8, generator=g)
-        steps, classes = torch.tensor([17, 400]), torch.tensor([3, 8])
+        latent = torch.randn(4, 4, 8, 8, generator=g)
+        steps, classes = torch.tensor([17, 400, 3, 250]), torch.tensor([3, 8, 1, 5])  # two values are taken for a mask
         return dit.DiT(depth).eval(), {"x": latent, "t": steps, "y": classes}
 
     return build

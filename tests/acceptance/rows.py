@@ -2,8 +2,8 @@
 
 Expected numbers are those of the published code: the table's, or a formula over the configuration. Configurations are
 narrow. Where a row of the table names a full-size model its number of layers is kept if that is cheap, and a second row
-with few layers follows the same rule; routers are counted at full size, too, on the meta device. Vision models have
-their full size.
+with few layers follows the same rule; routers and AltUp are counted at full size, too, on the meta device. Vision
+models have their full size.
 """
 
 from __future__ import annotations
