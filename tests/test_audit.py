@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 from fxaudit.cli import main
+from fxaudit.errors import UsageError
 
 TOKENS, WIDTH, CLASSES = 6, 16, 11
 CODE = f"""
@@ -149,6 +150,35 @@ def test_a_provider_that_would_silently_fall_back_is_refused_before_anything_is_
     assert result.exit_code == 7
     assert "a silent fallback to CPUExecutionProvider" in result.stderr
     assert not (place / "refused").exists()
+
+
+def test_a_death_of_onnxruntime_leaves_the_execution_claim_open_and_the_others_standing(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxaudit.execution.runtime.sys.executable", "/bin/false")
+    result = run(
+        "audit", f"{place}/model.py:build", "--data", place / "evaluation.safetensors", "--interventions", "reassign",
+        "--calibration", place / "calibration.safetensors", "--scope", "joint", "-o", place / "died", "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    died = json.loads(result.stdout)
+    assert died["verdict"]["execution"] == "INCOMPLETE"
+    assert "onnxruntime died" in died["execution"]["error"]
+    assert died["verdict"]["dependence"] in ("DEPENDENT", "INCONCLUSIVE")
+    assert "onnxruntime died" in (place / "died" / "report.html").read_text(encoding="utf-8")
+
+
+def test_times_and_another_provider_are_asked_for_by_option(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def noted(*_: Any, executing: Any, **__: Any) -> None:
+        asked.append((executing.provider, executing.timed))
+        raise UsageError("enough")
+
+    monkeypatch.setattr("fxaudit.cli.auditing.run_audit", noted)
+    for options in ([], ["--time"], ["--provider", "cuda", "--time"]):
+        run("audit", f"{place}/model.py:build", "--data", "example", "--calibration", "example", "-o", place, *options)
+    assert asked == [("CPUExecutionProvider", False), ("CPUExecutionProvider", True), ("CUDAExecutionProvider", True)]
 
 
 def test_a_second_audit_reuses_the_recorded_coefficients(place: Path, found: dict[str, Any]) -> None:

@@ -32,7 +32,8 @@ class Case:
     `inputs` are [input, token, feature], or what the model takes, one after the other along the first axis. `flops`
     gives those of one input of the eager model. `roots` are op, module path and a piece of the source line of each node
     at which work begins to depend on data. `bound` is the verdict once all coefficients are held. `ops` must be among
-    those that onnxruntime executes.
+    those that onnxruntime executes. `dense` has for each router that names experts the FLOPs of the model with every
+    expert on every token, None where experts do not run by choice.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     opset: int = 20
     ops: tuple[str, ...] = ()
+    dense: tuple[int | None, ...] = ()
 
     @property
     def bound_verdict(self) -> str:
@@ -340,6 +342,7 @@ def token_ids() -> Tensor:
 
 # Queries, keys, values and output; attention over 8 tokens; two experts of three matrices; the router; the head.
 MIXTRAL = 2 * 8 * (32 * (32 + 16 + 16 + 32) + CHOSEN * 3 * 32 * 48 + 32 * EXPERTS + 32 * 64) + 4 * 8 * 8 * 32
+DENSE_MIXTRAL = MIXTRAL + 2 * 8 * (EXPERTS - CHOSEN) * 3 * 32 * 48
 
 
 def _gated(body: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -396,6 +399,7 @@ CASES: Sequence[Case] = (
         lambda m, x: 2 * LINEAR + ROUTER + TOKENS * CHOSEN * ROW,
         bound=PROVEN,
         roots=(("NonZero", "body", "torch.where(chosen == e)"),) * EXPERTS,
+        dense=(2 * LINEAR + ROUTER + TOKENS * EXPERTS * ROW,),
     ),
     Case(
         "experts above a threshold",
@@ -409,6 +413,7 @@ CASES: Sequence[Case] = (
         _gated(MaskedExperts),
         PROVEN,
         lambda m, x: 2 * LINEAR + ROUTER + TOKENS * EXPERTS * ROW,
+        dense=(None,),
     ),
     Case(
         "Mixtral, batched experts",
@@ -418,6 +423,7 @@ CASES: Sequence[Case] = (
         inputs=token_ids,
         keyword="input_ids",
         options={"experts": "batched_mm"},
+        dense=(DENSE_MIXTRAL,),
     ),
     Case(
         "Mixtral, grouped experts",
@@ -430,6 +436,7 @@ CASES: Sequence[Case] = (
         roots=(("Slice", "model.layers.0.mlp.experts", "experts_forward("),) * 2 * EXPERTS,
         keyword="input_ids",
         options={"experts": "grouped_mm"},
+        dense=(DENSE_MIXTRAL,),
     ),
     Case(
         "a mixture of depths",

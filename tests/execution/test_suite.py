@@ -38,6 +38,8 @@ def test_a_model_of_the_suite_has_its_verdict_counts_and_roots(case: Case, tmp_p
     for root, (_, _, code) in zip(roots, case.roots, strict=True):
         assert code in root["source"]
     assert found.proof["live"]["static"] is (case.verdict == PROVEN)
+    dense = [row["dense_flops"] for row in found.experts]
+    assert dense == [[flops] * INPUTS if flops is not None else None for flops in case.dense]
     executed = count_runs(exported.live, [feed_of(exported, [inputs[:1]])]).runs[0].ops
     assert set(case.ops) <= set(executed)
 

@@ -111,7 +111,8 @@ def page(rows: Sequence[Row]) -> str:
         " executes exactly the FLOPs of the traced graph. Role COUNT, CPUExecutionProvider, float32, no graph"
         " optimisation. *torch* and *onnxruntime* are the largest errors against float64 over all outputs;"
         " *relative* is the largest difference between the two, of the largest element. An op without a FLOP formula"
-        " leaves the verdict INCOMPLETE and the counts uncompared.\n\n"
+        " leaves the verdict INCOMPLETE and the counts uncompared. Errors are absolute; random weights make the outputs"
+        " of some models large and ill-conditioned, so that torch itself is far from float64.\n\n"
     )
     columns = (
         "| model | outcome | verdict | controllers | nodes | removed | GFLOPs | torch | onnxruntime | relative | s |"
