@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
@@ -68,6 +69,36 @@ def test_how_far_optimising_moves_the_outputs_is_told(squeeze):
     moved = [evidence.outputs[0], {name: evidence.outputs[1][name] + np.float32(0.5)}]
     assert evidence.to_json(evidence.outputs)["difference"] == 0.0
     assert evidence.to_json(moved)["difference"] == pytest.approx(0.5 / np.abs(moved[1][name]).max(), rel=1e-3)
+
+
+def test_weights_that_prepacking_hides_from_the_profile_are_taken_from_the_graph(tmp_path):
+    rng = np.random.default_rng(0)
+    weights = {"w": (2, 24, 5), "r": (2, 24, 6), "v": (12, 7), "b": (7,)}
+    kind = onnx.TensorProto.FLOAT
+    graph = onnx.helper.make_graph(
+        [
+            onnx.helper.make_node(
+                "LSTM", ["x", "w", "r"], ["h"], name="lstm", hidden_size=6, direction="bidirectional"
+            ),
+            onnx.helper.make_node("Reshape", ["h", "rows"], ["flat"], name="rows"),
+            onnx.helper.make_node("Gemm", ["flat", "v", "b"], ["y"], name="gemm"),
+        ],
+        "g",
+        [onnx.helper.make_tensor_value_info("x", kind, (3, 2, 5))],
+        [onnx.helper.make_tensor_value_info("y", kind, None)],
+        initializer=[
+            *(onnx.numpy_helper.from_array(rng.random(s, np.float32), name) for name, s in weights.items()),
+            onnx.numpy_helper.from_array(np.array([-1, 12], np.int64), "rows"),
+        ],
+    )
+    opset = onnx.helper.make_opsetid("", 20)
+    path = tmp_path / "m.onnx"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10), path)
+    with Runtime() as runtime:
+        evidence = gather_evidence(path, [{"x": rng.random((3, 2, 5), np.float32)}], runtime)
+    flops = {kernel.op: kernel.flops for kernel in evidence.kernels}
+    assert flops["LSTM"] == 2 * 3 * 2 * 2 * 24 * (5 + 6)
+    assert flops["Gemm"] == 2 * 6 * 12 * 7
 
 
 def kernel(op, provider, flops):
