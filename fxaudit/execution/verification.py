@@ -20,6 +20,7 @@ from fxaudit.execution.manifest import open_bundle, require_fitting
 from fxaudit.execution.options import CPU
 from fxaudit.execution.profile import CountedRun, CountedRuns, count_runs
 from fxaudit.execution.proof import Proof, prove
+from fxaudit.execution.runtime import Runtime
 from fxaudit.execution.samples import SAMPLES, Sample, read_samples
 from fxaudit.execution.verdict import INCOMPLETE, classify
 from fxaudit.model.exported import load_exported
@@ -94,8 +95,10 @@ def verify_bundle(directory: Path) -> Verification:
     manifest = open_bundle(directory)
     samples = read_samples(directory / SAMPLES)
     require_fitting(samples, manifest, directory / SAMPLES)
-    opened = _Opened(directory, manifest, samples)
-    checks = tuple(replace(check, file=_shown(check.file), detail=_shown(check.detail)) for check in opened.checks())
+    with Runtime() as runtime:
+        opened = _Opened(directory, manifest, samples, runtime)
+        found = tuple(opened.checks())
+    checks = tuple(replace(check, file=_shown(check.file), detail=_shown(check.detail)) for check in found)
     return Verification(directory, manifest, checks, opened.verdict)
 
 
@@ -107,8 +110,10 @@ def _shown(text: str) -> str:
 class _Opened:
     """A bundle whose files are known to be the recorded ones, while it is checked."""
 
-    def __init__(self, directory: Path, manifest: Mapping[str, Any], samples: Sequence[Sample]) -> None:
-        self.directory, self.manifest, self.samples = directory, manifest, samples
+    def __init__(
+        self, directory: Path, manifest: Mapping[str, Any], samples: Sequence[Sample], runtime: Runtime
+    ) -> None:
+        self.directory, self.manifest, self.samples, self.runtime = directory, manifest, samples, runtime
         self.paths = {form: directory / graph["file"] for form, graph in manifest["graphs"].items()}
         self.bound_names = [c["name"] for c in manifest["coefficients"] if c["bound"]]
         self.dtype = _DTYPES.get(manifest["options"]["precision"], "float32")
@@ -159,8 +164,7 @@ class _Opened:
     def _samples(self) -> Iterator[Check]:
         """Runs every graph on every sample: outputs against torch, and executed against recorded work."""
         for form in [form for form in ("live", "tapped", "bound", "baked") if form in self.proofs]:
-            path = self.paths[form]
-            self.runs[form] = count_runs(path, [self._feed(form, sample) for sample in self.samples])
+            self.runs[form] = self._run(form, [self._feed(form, sample) for sample in self.samples])
             group = "baked_outputs" if form == "baked" else "outputs"
             yield self._outputs("outputs", form, self.runs[form].outputs, group)
             yield self._counts(form)
@@ -168,8 +172,11 @@ class _Opened:
                 yield self._verdict(form)
         if "bound" in self.runs:
             feeds = [self._feed("bound", sample, "exchanged") for sample in self.samples]
-            found = count_runs(self.paths["bound"], feeds).outputs
+            found = self._run("bound", feeds).outputs
             yield self._outputs("outputs for exchanged coefficients", "bound", found, "exchanged_outputs")
+
+    def _run(self, form: str, feeds: Sequence[dict[str, np.ndarray]]) -> CountedRuns:
+        return count_runs(self.paths[form], feeds, runtime=self.runtime)
 
     def _feed(self, form: str, sample: Sample, group: str = "coefficients") -> dict[str, np.ndarray]:
         given = {**sample.inputs}
@@ -236,7 +243,7 @@ class _Opened:
             {**self._feed("live", sample), **{n: outputs[n] for n in self.bound_names}}
             for sample, outputs in zip(self.samples, captured, strict=True)
         ]
-        found = count_runs(self.paths["bound"], feeds).outputs
+        found = self._run("bound", feeds).outputs
         rounded = self.dtype in ("float16", "bfloat16")
         for i, (live, bound) in enumerate(zip(self.runs["live"].outputs, found, strict=True)):
             for key, value in live.items():

@@ -182,6 +182,13 @@ def test_a_choice_has_no_baked_graph_and_the_bundle_says_so(tmp_path):
         fxaudit.export(model, tmp_path / "other", store, forms=("baked",))
 
 
+def test_a_profile_of_other_weights_is_a_finding(tmp_path, store, written):
+    kinds = [finding["kind"] for finding in written.manifest["findings"]]
+    torch.manual_seed(1)
+    other = fxaudit.export(fxaudit.freeze(SharedGate().eval(), (x(),)), tmp_path, store, forms=("baked",))
+    assert [finding["kind"] for finding in other.manifest["findings"]] == [*kinds, "foreign-profile"]
+
+
 def test_one_form_alone_is_a_bundle(tmp_path, store):
     fxaudit.export(frozen(SharedGate, (x(),)), tmp_path, store, forms=("baked",), fold=True)
     assert {path.name for path in tmp_path.iterdir()} == {
