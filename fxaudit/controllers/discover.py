@@ -312,10 +312,20 @@ def _axis_guesses(node: Node, paths: Paths) -> tuple[str, ...]:
 
 
 def stands_for(candidate: Candidate, controller: Controller) -> bool:
-    """Whether a candidate hands over what a controller does: the same tensor, or one on the way that only it needs."""
+    """Whether a candidate hands over what a controller does: the same tensor, a piece of it, or one on the way that
+    only it needs."""
     bound = {coefficient.node for coefficient in controller.coefficients}
     own = {*candidate.cone, *candidate.coefficients}
-    return bool(bound & own or set(candidate.coefficients) & controller.cone)
+    whole = {above for node in candidate.coefficients for above in _cut_from(node)}
+    return bool(bound & (own | whole) or set(candidate.coefficients) & controller.cone)
+
+
+def _cut_from(node: Node) -> Iterator[Node]:
+    """The tensors that a node is a piece of, in another layout, or scaled or shifted by a number: `1 + scale`."""
+    passed = ops.CLASSES["layout"] | ops.ARITHMETIC
+    while len(node.all_input_nodes) == 1 and (ops.is_selection(node) or ops.op_name(node) in passed):
+        (node,) = node.all_input_nodes
+        yield node
 
 
 def _owner(candidate: Candidate, controllers: Sequence[Controller]) -> str | None:

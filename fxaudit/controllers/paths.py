@@ -98,8 +98,11 @@ class Paths:
         if self.roles.holds(self.dataflow.operands(split)[0], dim) & {SAMPLE, POSITION, WINDOW}:
             return False
         made = self.above_layout(self.dataflow.operands(split)[0] if split is source else source)
-        while ops.op_name(made) in ops.ARITHMETIC and len(scaled := self._passed_on(made)) == 1:
-            made = self.above_layout(scaled[0])  # scaled or shifted by something static before it is cut
+        # Scaled or shifted by something static before it is cut. Single elements that are picked of such a tensor are
+        # the taps of one mixture, not features side by side.
+        is_cut = len(ops.sizes(node) or ()) == len(whole)
+        while is_cut and ops.op_name(made) in ops.ARITHMETIC and len(scaled := self._passed_on(made)) == 1:
+            made = self.above_layout(scaled[0])
         return self.dataflow.is_learned_op(made)
 
     def _read_with_weights(self) -> set[Node]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fxaudit import stages
 from fxaudit.cli import main
-from fxaudit.controllers.discover import discover
+from fxaudit.controllers.discover import discover, stands_for
 from fxaudit.controllers.graphs import Dataflow
 from fxaudit.report import as_json
 
@@ -48,6 +48,16 @@ class GateAfterPacking(_Block):
     def mix(self, x: Tensor) -> Tensor:
         value, gate = self.two(x).chunk(2, dim=-1)
         return value * gate.sigmoid()
+
+
+class TapsBesideStaticOnes(_Block):
+    """As in multiway dense connections: one tensor of weights, each picked for one source and one stream."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        weights = self.four(x).unflatten(-1, (2, 2)).permute(2, 0, 1, 3) + self.scale[:2].view(2, 1, 1, 1)
+        sources = (self.a(x), self.b(x))
+        streams = [sum(one[..., i, None] * source for i, source in enumerate(sources)) for one in weights]
+        return streams[0] * 2 + streams[1]
 
 
 class ScalarPerToken(_Block):
@@ -146,6 +156,7 @@ class DrivenDecay(_Block):
         (Decay, "one", TOKENS + 1),
         (TopOne, "four", 2),
         (Taps, "four", 1),
+        (TapsBesideStaticOnes, "four", 4),
         (DrivenDecay, "a", 1),
     ],
 )
@@ -476,3 +487,28 @@ def _inputs_of(nodes):
             n for n in node.all_input_nodes if n.op == "get_attr"
         ]  # fmt: skip
     return seen
+
+
+class _Modulated(nn.Module):
+    """A scale and a shift cut from one linear map of a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.condition, self.value, self.out = nn.Linear(8, 2 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        scale, shift = self.condition(condition).chunk(2, dim=-1)
+        y: Tensor = self.out(self.norm(self.value(x)) * (1 + scale[:, None]) + shift[:, None])
+        return y
+
+
+def test_a_piece_of_a_coefficient_stands_for_its_controller() -> None:
+    traced = stages.trace(_Modulated(), (torch.randn(3, TOKENS, WIDTH), torch.randn(3, 8)))
+    (controller,) = stages.match(traced).others
+    (bound,) = controller.coefficients
+    candidates = stages.discover(traced, patterns=[]).candidates
+    assert len(candidates) == 2
+    for candidate in candidates:
+        assert bound.node not in {*candidate.cone, *candidate.coefficients}
+        assert stands_for(candidate, controller)
