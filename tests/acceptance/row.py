@@ -47,8 +47,14 @@ class Row:
 
 
 def census(row: Row, module: nn.Module, inputs: Inputs) -> dict[str, int]:
-    """Controllers by family as the eager model's own modules show them, counted by hooks during one forward call."""
+    """Controllers by family as the eager model's own modules show them, counted by hooks during one forward call.
+
+    A model on the meta device may ask for values when it is called: its modules are counted, each once.
+    """
     calls: collections.Counter[str] = collections.Counter()
+    if any(parameter.is_meta for parameter in module.parameters()):
+        calls.update(type(m).__name__ for m in module.modules())
+        return _by_family(row, calls)
     handles = [m.register_forward_hook(lambda m, _, __: calls.update([type(m).__name__])) for m in module.modules()]
     try:
         with torch.no_grad():
@@ -56,6 +62,10 @@ def census(row: Row, module: nn.Module, inputs: Inputs) -> dict[str, int]:
     finally:
         for handle in handles:
             handle.remove()
+    return _by_family(row, calls)
+
+
+def _by_family(row: Row, calls: Mapping[str, int]) -> dict[str, int]:
     return {family: sum(_count(term, calls) for term in terms.split()) for family, terms in row.modules.items()}
 
 
