@@ -170,7 +170,7 @@ class Run:
         self.optimizer = optimizer_for(model, recipe)
         self.generator = torch.Generator().manual_seed(recipe.seed)
         self.step = 0
-        self.cpu_seconds = 0.0
+        self.cpu_seconds = self.wall_seconds = 0.0
         self.recent: list[float] = []
         self.curve: list[tuple[int, float, float]] = []
         shapes = [(name, tuple(value.shape)) for name, value in model.state_dict().items()]
@@ -184,12 +184,12 @@ class Run:
     def train(self, stop: int | None = None, checkpoint: Path | None = None, every: int = 0) -> None:
         """Train in place up to step `stop`, by default to the end, writing a checkpoint after `every` steps."""
         stop = self.recipe.steps if stop is None else min(stop, self.recipe.steps)
-        before, started = self.cpu_seconds, time.process_time()
+        cpu, wall = self.cpu_seconds - time.process_time(), self.wall_seconds - time.perf_counter()
         drawn = batches(self.text, self.recipe, self.generator)
         while self.step < stop:
             self.recent.append(self._one_step(*next(drawn)))
             self.step += 1
-            self.cpu_seconds = before + time.process_time() - started
+            self.cpu_seconds, self.wall_seconds = cpu + time.process_time(), wall + time.perf_counter()
             if self.step % STEPS_PER_RECORD == 0 or self.step == self.recipe.steps:
                 self._write_down()
             if checkpoint is not None and every and self.step % every == 0 and self.step < self.recipe.steps:
@@ -233,7 +233,8 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"].cpu())
-        self.step, self.cpu_seconds = state["step"], state["cpu_seconds"]
+        self.step = state["step"]
+        self.cpu_seconds, self.wall_seconds = state["cpu_seconds"], state["wall_seconds"]
         self.recent, self.curve = state["recent"], [tuple(point) for point in state["curve"]]
 
     def _state(self) -> dict[str, Any]:
@@ -243,6 +244,7 @@ class Run:
             "generator": self.generator.get_state(),
             "step": self.step,
             "cpu_seconds": self.cpu_seconds,
+            "wall_seconds": self.wall_seconds,
             "recent": self.recent,
             "curve": self.curve,
         }
@@ -315,16 +317,15 @@ def main(family: Family) -> None:
             run.resume(checkpoint)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
-    wall = time.perf_counter()
     run.train(checkpoint=checkpoint, every=arguments.checkpoint_every)
     if processes.is_first:
-        finish(run, arguments, config, time.perf_counter() - wall)
+        finish(run, arguments, config)
         checkpoint.unlink(missing_ok=True)
     if processes.count > 1:
         dist.destroy_process_group()
 
 
-def finish(run: Run, arguments: argparse.Namespace, config: Any, wall_seconds: float) -> None:
+def finish(run: Run, arguments: argparse.Namespace, config: Any) -> None:
     """Write the weights and the record of a finished run."""
     weights, recipe, unit = arguments.out / WEIGHTS, run.recipe, run.text.unit
     save_file({name: value.contiguous() for name, value in run.model.state_dict().items()}, weights)
@@ -346,7 +347,7 @@ def finish(run: Run, arguments: argparse.Namespace, config: Any, wall_seconds: f
         "learning_rate": recipe.learning_rate,
         "precision": recipe.precision,
         f"validation_nats_per_{unit}": losses,
-        "wall_seconds": round(wall_seconds, 1),
+        "wall_seconds": round(run.wall_seconds, 1),
         "cpu_seconds": round(run.cpu_seconds, 1),
         "processes": run.processes.count,
         "threads": torch.get_num_threads(),

@@ -93,6 +93,8 @@ def test_a_run_in_two_parts_has_the_bits_of_one_in_one_part(tmp_path: Path) -> N
     second.resume(tmp_path / "checkpoint.pt")
     second.train()
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True))
+    assert second.cpu_seconds > first.cpu_seconds > 0
+    assert second.wall_seconds > first.wall_seconds > 0
     assert [point[::2] for point in whole.curve] == [point[::2] for point in second.curve]
 
 

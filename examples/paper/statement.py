@@ -95,9 +95,13 @@ def _mudd(found: dict[str, Any], models: list[dict[str, Any]]) -> list[str]:
         ]
     rows = models[0]["dependence"]["joint"]
     own = {label: rows[label]["frozen"] for label in published}
-    order = (own["shuffle-tokens"]["delta"] > own["reassign"]["delta"]) == (
-        published["shuffle-tokens"] > published["reassign"]
-    )
+    shuffled, reassigned = own["shuffle-tokens"], own["reassign"]
+    if _overlap(shuffled["interval"], reassigned["interval"]):
+        order = "too close to say which is larger"
+    elif (shuffled["delta"] > reassigned["delta"]) == (published["shuffle-tokens"] > published["reassign"]):
+        order = "in the same order"
+    else:
+        order = "in the opposite order"
     return [
         f"**MUDDPythia-1.4B, reassignment and token shuffling add {figures}**: not reproduced, since the checkpoint is "
         "not "
@@ -122,3 +126,7 @@ def _untested(found: dict[str, Any]) -> list[str]:
         "and "
         f"training recipe (not public to us).{missing}"
     ]
+
+
+def _overlap(a: list[float], b: list[float]) -> bool:
+    return a[0] <= b[1] and b[0] <= a[1]
