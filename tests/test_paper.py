@@ -101,6 +101,18 @@ def test_the_statement_follows_the_numbers() -> None:
     assert "a hint, no more" in statement(_made_up(0.9, 1))
 
 
+@pytest.mark.parametrize(
+    ("reassign", "shuffle", "words"),
+    [(1.0, 2.0, "in the same order"), (2.0, 1.0, "in the opposite order"), (1.0, 1.05, "too close to say")],
+)
+def test_the_order_of_two_effects_is_told_from_their_intervals(reassign: float, shuffle: float, words: str) -> None:
+    found = results.read()
+    (own,) = (m for m in found["models"] if m["name"] == "mudd-tiny")
+    for label, delta in (("reassign", reassign), ("shuffle-tokens", shuffle)):
+        own["dependence"]["joint"][label]["frozen"] |= {"delta": delta, "interval": [delta - 0.1, delta + 0.1]}
+    assert words in statement(found)
+
+
 def test_seeds_are_summed_up_by_mean_deviation_and_range() -> None:
     group = _made_up(0.5, 3)["groups"]["FeatureGate 1M"]
     expected = {"n": 3, "mean": 0.51, "sd": 0.01, "min": 0.5, "max": 0.52}

@@ -104,12 +104,10 @@ def _mudd(found: dict[str, Any], models: list[dict[str, Any]]) -> list[str]:
         order = "in the opposite order"
     return [
         f"**MUDDPythia-1.4B, reassignment and token shuffling add {figures}**: not reproduced, since the checkpoint is "
-        "not "
-        f"here. Our tiny model of the same architecture, {models[0]['parameters']:,} parameters over bytes, gives "
+        f"not here. Our tiny model of the same architecture, {models[0]['parameters']:,} parameters over bytes, gives "
         f"{own['reassign']['delta']:+.4f} ({own['reassign']['outcome']}) and {own['shuffle-tokens']['delta']:+.4f} "
-        f"({own['shuffle-tokens']['outcome']}) nats per byte: {'the same' if order else 'the opposite'} order, and "
-        "sizes that "
-        "cannot be compared."
+        f"({own['shuffle-tokens']['outcome']}) nats per byte: {order}, and of "
+        "sizes that cannot be compared."
     ]
 
 
