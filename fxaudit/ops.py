@@ -35,6 +35,9 @@ _ALIASES = {
     "special_expit": "sigmoid",
     "concat": "cat",
     "concatenate": "cat",
+    "__and__": "bitwise_and",
+    "__or__": "bitwise_or",
+    "__xor__": "bitwise_xor",
     # A part of the model that the trace keeps whole.
     "fxaudit::unseen": "unseen",
     "multiply": "mul",

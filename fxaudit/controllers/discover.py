@@ -18,8 +18,9 @@ Sites with a common anchor are one candidate: what a scan derives from one step 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from torch.fx import Node
 
@@ -68,6 +69,9 @@ class _Site:
     anchor: Node
 
 
+_Group: TypeAlias = tuple[tuple[Node, ...], list[_Site]]  # coefficients, and where they act
+
+
 def discover(dataflow: Dataflow, controllers: Sequence[Controller] = ()) -> tuple[Candidate, ...]:
     """All candidates of a graph, those with the most repeats and parameters first.
 
@@ -81,11 +85,8 @@ def discover(dataflow: Dataflow, controllers: Sequence[Controller] = ()) -> tupl
             for site in _sites(node, paths):
                 for one in _parts(site, paths):
                     by_anchor.setdefault(one.anchor, []).append(one)
-    found = [
-        _candidate(coefficients, sites, paths)
-        for sites in by_anchor.values()
-        for coefficients in [_bind_points(sites, paths)]
-    ]
+    groups = {anchor: (_bind_points(sites, paths), sites) for anchor, sites in by_anchor.items()}
+    found = [_candidate(bound, sites, paths) for bound, sites in _packed(groups, paths)]
     found = [replace(one, claimed_by=_owner(one, controllers)) for one in _outermost(found)]
     counts = Counter(one.form for one in found)
     found = [replace(one, repeats=counts[one.form]) for one in found]
@@ -239,6 +240,27 @@ def _parts(site: _Site, paths: Paths) -> Iterator[_Site]:
 
 
 # --- candidates -----------------------------------------------------------------------------------------------------
+
+
+def _packed(groups: Mapping[Node, _Group], paths: Paths) -> list[_Group]:
+    """Slices that all act, and each as it was cut, are one coefficient: the tensor of which they are slices."""
+    single, joined = dict(groups), []
+    for whole, slices in paths.packs.items():
+        used = [one for one in slices if one.users]
+        if len(used) > 1 and all(one in groups and _is_as_cut(groups[one][0], one, paths) for one in used):
+            joined.append(((paths.above_layout(whole),), [site for one in used for site in single.pop(one)[1]]))
+    return [*single.values(), *joined]
+
+
+def _is_as_cut(bound: Sequence[Node], slice_: Node, paths: Paths) -> bool:
+    """Whether what is bound of a slice is the slice itself or a part of it, scaled or shifted by something static."""
+    for node in bound:
+        while node is not slice_:
+            passed = paths.passed_on(node)
+            if len(passed) != 1 or not (ops.in_class(node, "layout") or ops.op_name(node) in ops.ARITHMETIC):
+                return False
+            node = passed[0]
+    return True
 
 
 def _bind_points(sites: Sequence[_Site], paths: Paths) -> tuple[Node, ...]:

@@ -11,6 +11,7 @@ from fxaudit import ops
 from fxaudit.axes import Size
 from fxaudit.controllers.graphs import Dataflow
 from fxaudit.controllers.roles import POSITION, SAMPLE, WINDOW, AxisRoles
+from fxaudit.controllers.structure import is_norm
 
 # A tensor that mixes more learned ops than this is the main path, not a coefficient.
 _MOST_ROOTS = 4
@@ -19,6 +20,7 @@ _CONTRACTIONS = ops.CLASSES["matmul"] | {"baddbmm", "scaled_dot_product_attentio
 _STATISTICS = frozenset("pow sqrt rsqrt reciprocal var std linalg_vector_norm norm".split())
 _RANKINGS = frozenset("topk argmax sort argsort max".split())
 _LOOK_UPS = frozenset(["embedding", "index", "index_select", "gather"])
+_FILLS = frozenset("zeros zeros_like new_zeros full full_like new_full".split())
 _COPIES = frozenset("expand repeat clone expand_as contiguous to".split())
 
 
@@ -39,13 +41,17 @@ class Paths:
         self._product: set[Node] = set()
         self._bounded: set[Node] = set()
         self._ranked: set[Node] = set()
+        self.packs: dict[Node, list[Node]] = {}  # what a learned op returns -> the slices that are taken of it
         self.roles = AxisRoles(dataflow)
         for index, node in enumerate(dataflow.nodes):
             if not dataflow.is_dynamic(node):
                 continue
-            operands = self._passed_on(node)
+            operands = self.passed_on(node)
             learned = dataflow.is_learned_op(node)
-            if not operands or learned or self._is_packed_slice(node, operands):
+            is_slice = self._is_packed_slice(node, operands)
+            if is_slice:
+                self.packs.setdefault(self.pack_of(node), []).append(node)
+            if not operands or learned or is_slice:
                 self._sources[node], self._parent[node], self._depth[node] = 1 << index, None, 0
                 self._learned |= (1 << index) if operands else 0
                 continue
@@ -68,12 +74,23 @@ class Paths:
                 self._product.add(node)
         self._read = self._read_with_weights()
 
-    def _passed_on(self, node: Node) -> list[Node]:
-        """The operands whose values a node passes on: masks and indices say which values, they are none themselves."""
+    def passed_on(self, node: Node) -> list[Node]:
+        """The operands whose values a node passes on.
+
+        Masks and indices say which values, they are none themselves; the inverse of a reduction only normalises.
+        """
         dynamic = [source for source in self.dataflow.operands(node) if self.dataflow.is_dynamic(source)]
         if is_whole(node):
             return dynamic
-        return [source for source in dynamic if not is_whole(source)] or dynamic
+        values = [source for source in dynamic if not is_whole(source)] or dynamic
+        if ops.op_name(node) == "mul" and len(values) == 2:
+            values = [source for source in values if not is_norm(self.dataflow, source)] or values
+        return values
+
+    def pack_of(self, node: Node) -> Node:
+        """The tensor of which a packed slice is one."""
+        cut = self.dataflow.operands(node)[0]
+        return self.dataflow.operands(cut)[0] if ops.op_name(node) == "getitem" else cut
 
     def _meet(self, a: Node | None, b: Node | None) -> Node | None:
         while a is not b:
@@ -101,7 +118,7 @@ class Paths:
         # Scaled or shifted by something static before it is cut. Single elements that are picked of such a tensor are
         # the taps of one mixture, not features side by side.
         is_cut = len(ops.sizes(node) or ()) == len(whole)
-        while is_cut and ops.op_name(made) in ops.ARITHMETIC and len(scaled := self._passed_on(made)) == 1:
+        while is_cut and ops.op_name(made) in ops.ARITHMETIC and len(scaled := self.passed_on(made)) == 1:
             made = self.above_layout(scaled[0])
         return self.dataflow.is_learned_op(made)
 
@@ -146,7 +163,7 @@ class Paths:
         """The input-dependent operands of an anchor that is a join; none of one that is a source."""
         if self._sources[anchor].bit_count() == 1:
             return []
-        return self._passed_on(anchor)
+        return self.passed_on(anchor)
 
     def was_squashed(self, node: Node) -> bool:
         """Whether a node, or something that joins in it, is squashed."""
@@ -174,7 +191,9 @@ class Paths:
         return node in self._bounded
 
     def is_stored(self, node: Node) -> bool:
-        """Whether a node is made from a parameter or buffer of the model."""
+        """Whether a node is made from a parameter or buffer of the model, or is a state before its first step."""
+        if ops.op_name(self.above_layout(node)) in _FILLS:
+            return True
         return any(source.op == "get_attr" for source in self.dataflow.walk_back([node], self.dataflow.is_dynamic))
 
     def is_looked_up(self, node: Node) -> bool:
@@ -201,7 +220,7 @@ class Paths:
     def tight_sizes(self, node: Node) -> tuple[Size, ...]:
         """The sizes before broadcasting, and before something static is added, such as static taps."""
         while (name := ops.op_name(node)) in _COPIES or name == "add":
-            passed = self._passed_on(node)
+            passed = self.passed_on(node)
             if name == "add" and (len(passed) != 1 or len(ops.sizes(passed[0]) or ()) != len(ops.sizes(node) or ())):
                 break
             node = passed[0]

@@ -141,25 +141,29 @@ def _head(dataflow: Dataflow, coefficient: Node) -> list[Node]:
 
 
 def _a_norm(dataflow: Dataflow, coefficient: Node) -> str | None:
-    """A statistic is a reduction, or elementwise arithmetic on reductions; a norm is an inverse or a ratio of them."""
-    inverse = False
-    pending, seen = [coefficient], {coefficient}
-    while pending:
-        node = pending.pop()
-        name = dataflow.name(node)
-        if name in _REDUCTIONS or (name == "getitem" and _is_reduction_output(node)):
-            continue
-        if name in _SQUASHES or node.op != "call_function" or dataflow.is_learned_op(node):
-            return None
-        if not _is_plain(dataflow, node):
-            return None
-        inverse = inverse or name in _INVERSES or (name == "pow" and _is_negative(node))
-        new = [s for s in dataflow.operands(node) if dataflow.is_dynamic(s) and s not in seen]
-        seen.update(new)
-        pending.extend(new)
-    if inverse:
+    if is_norm(dataflow, coefficient):
         return "`coefficient` is an inverse or a ratio of reductions, as in a norm"
     return None
+
+
+def is_norm(dataflow: Dataflow, node: Node) -> bool:
+    """Whether a node is an inverse or a ratio of statistics: of reductions, or elementwise arithmetic on them."""
+    inverse = False
+    pending, seen = [node], {node}
+    while pending:
+        current = pending.pop()
+        name = dataflow.name(current)
+        if name in _REDUCTIONS or (name == "getitem" and _is_reduction_output(current)):
+            continue
+        if name in _SQUASHES or current.op != "call_function" or dataflow.is_learned_op(current):
+            return False
+        if not _is_plain(dataflow, current):
+            return False
+        inverse = inverse or name in _INVERSES or (name == "pow" and _is_negative(current))
+        new = [s for s in dataflow.operands(current) if dataflow.is_dynamic(s) and s not in seen]
+        seen.update(new)
+        pending.extend(new)
+    return inverse
 
 
 def _is_reduction_output(node: Node) -> bool:

@@ -141,6 +141,46 @@ class DrivenDecay(_Block):
         return torch.stack(states, 1)
 
 
+class PackOfWeights(_Block):
+    """Four weights for each token, each cut from one tensor to scale one of four states, beside static ones."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        weights = self.four(x) + self.scale[:4]
+        states = [x, self.b(x), self.c(x), x.sin()]
+        return sum(weights[..., i, None] * state for i, state in enumerate(states))
+
+
+class ScaleAndShift(_Block):
+    """Both halves of one map act, one of them as 1 + scale."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        scale, shift = self.two(F.silu(x.mean(1))).chunk(2, -1)
+        return self.b(x) * (1 + scale[:, None]) + shift[:, None]
+
+
+class NormedScores(_Block):
+    """A gate of many states, its scores divided by their size instead of the states themselves."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        state = x * 2
+        for one in (self.a, self.b, self.c, self.a, self.b):
+            state = state + F.gelu(one(state))
+        scores = self.one(state) * torch.rsqrt(state.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return state * torch.sigmoid(scores)
+
+
+class DecayFromNothing(_Block):
+    """The first step decays a state of zeros; only there is the state no function of earlier decays."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        log_decay, value, states = F.logsigmoid(self.one(x)) / 16, self.b(x), []
+        state = torch.zeros_like(value[:, 0])
+        for t in range(TOKENS):
+            state = state * log_decay[:, t].exp() + value[:, t]
+            states.append(state)
+        return torch.stack(states, 1)
+
+
 @pytest.mark.parametrize(
     ("block", "root", "sites"),
     [
@@ -158,6 +198,10 @@ class DrivenDecay(_Block):
         (Taps, "four", 1),
         (TapsBesideStaticOnes, "four", 4),
         (DrivenDecay, "a", 1),
+        (PackOfWeights, "four", 4),
+        (ScaleAndShift, "two", 2),
+        (NormedScores, "one", 1),
+        (DecayFromNothing, "one", 1),
     ],
 )
 def test_a_controller_is_found_with_all_its_sites(block: type[_Block], root: str, sites: int) -> None:
