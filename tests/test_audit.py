@@ -255,7 +255,7 @@ def test_the_report_of_an_audit_holds_a_bundle_that_verifies(place: Path, found:
     assert verified["verdict"] == {"live": "PROVEN_STATIC", "baked": "PROVEN_STATIC"}
     manifest = json.loads((place / "report" / "onnx" / "manifest.json").read_text())
     recorded = [run["flops"]["live"] for run in manifest["samples"]["runs"]]
-    assert recorded == [row["flops"]["live"] for row in found["execution"]["per_input"]][: len(recorded)]
+    assert recorded == found["execution"]["forms"]["live"]["flops"][: len(recorded)]
 
 
 def test_a_baked_export_without_a_profile_is_a_usage_error(place: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -551,8 +552,11 @@ def test_a_piece_of_a_coefficient_stands_for_its_controller() -> None:
     traced = stages.trace(_Modulated(), (torch.randn(3, TOKENS, WIDTH), torch.randn(3, 8)))
     (controller,) = stages.match(traced).others
     (bound,) = controller.coefficients
-    candidates = stages.discover(traced, patterns=[]).candidates
-    assert len(candidates) == 2
-    for candidate in candidates:
-        assert bound.node not in {*candidate.cone, *candidate.coefficients}
-        assert stands_for(candidate, controller)
+    (found,) = stages.discover(traced, patterns=[]).candidates
+    assert stands_for(found, controller)
+    # As if only the scale had been found, where it is applied.
+    scale = next(node for node in traced.graph.nodes if node.op == "call_function" and node.args[1:] == (1,))
+    piece = replace(found, coefficients=(scale,), cone=frozenset([scale]))
+    assert bound.node is not scale
+    assert stands_for(piece, controller)
+    assert not stands_for(replace(piece, coefficients=(traced.placeholders()[0],), cone=frozenset()), controller)

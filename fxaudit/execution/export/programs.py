@@ -37,7 +37,7 @@ def bound_module(frozen: FrozenModel, names: Mapping[str, str]) -> GraphModule:
         names: by coefficient key, the name of its argument.
     """
     pure, arguments = _frozen_graph(frozen)
-    taken = {node.name for node in pure.graph.nodes}
+    taken = {node.name for node in pure.graph.nodes if node not in arguments.values()}
     for key, argument in arguments.items():
         argument._rename(identifier(names[key], taken))
         argument.target = argument.name

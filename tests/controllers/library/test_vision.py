@@ -192,8 +192,8 @@ def test_a_family_is_counted_recorded_replayed_and_removed(eager, check):
 @pytest.mark.parametrize("case", [context_scales, context_shifts, squeeze_excite])
 def test_with_its_neutral_value_a_block_leaves_its_map_as_it_is(case):
     eager = case()
-    frozen = stages.freeze(eager.module, eager.first)
-    own = frozen.live(eager.first).coefficients
+    frozen = stages.freeze(eager.module, eager.inputs)
+    own = frozen.live(*eager.inputs).coefficients
     neutral = {
         c.key: torch.full_like(own[c.key], k.intervene.neutral_of(c.name))
         for k in frozen.controllers
@@ -202,4 +202,4 @@ def test_with_its_neutral_value_a_block_leaves_its_map_as_it_is(case):
     without = copy.deepcopy(eager.module)
     without.blocks = nn.ModuleList(nn.Identity() for _ in without.blocks)
     with torch.no_grad():
-        assert torch.equal(frozen(eager.first, coefficients=neutral), without(eager.first))
+        assert torch.equal(frozen(*eager.inputs, coefficients=neutral), without(*eager.inputs))
