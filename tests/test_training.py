@@ -195,10 +195,14 @@ def test_the_commands_for_the_large_presets_train_on_a_cpu_with_a_small_batch(pr
 @pytest.mark.slow
 def test_the_stored_curve_recurs() -> None:
     records = sorted((ROOT / "examples" / "paper" / "audits").glob("featuregate-1m-seed*/training.json"))
-    record = next(r for r in map(json.loads, (p.read_text() for p in records)) if r.get("precision") == "fp32")
+    stored = [json.loads(path.read_text()) for path in records]
+    # bfloat16 rounds otherwise where a processor emulates it.
+    record = next((r for r in stored if r["precision"] == "fp32"), None)
+    if record is None:
+        pytest.skip("no model trained in fp32 is stored yet")
     torch.manual_seed(record["seed"])
     recipe = training.Recipe(steps=record["steps"], seed=record["seed"], precision="fp32")
     run = training.Run(featuregate.build("1m"), training.of_bytes(training.corpus.read("training")), recipe)
     run.train(stop=100)
-    stored = [point["nats_per_byte"] for point in record["curve"][:2]]
-    assert [point[2] for point in run.curve] == pytest.approx(stored, abs=2e-4)
+    curve = [point["nats_per_byte"] for point in record["curve"][:2]]
+    assert [point[2] for point in run.curve] == pytest.approx(curve, abs=2e-4)
