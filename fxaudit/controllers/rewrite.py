@@ -21,7 +21,7 @@ from fxaudit.controllers.pattern import Pattern
 from fxaudit.errors import DataError, NoControllerError
 from fxaudit.model.inputs import batch_of
 from fxaudit.model.settings import exact_numerics
-from fxaudit.model.trace import TracedModel, fresh_inputs, is_random, random_states, run_flat, run_from
+from fxaudit.model.trace import TracedModel, fresh_inputs, random_ops, random_states, run_flat, run_from
 
 
 class LiveRun(NamedTuple):
@@ -83,7 +83,7 @@ class FrozenModel(nn.Module):
         """Output leaves for input leaves and one value for each of `coefficients`."""
         kept = {str(n.target) for n in self.frozen.graph.nodes if n.op == "get_attr"}
         state = {name: value for name, value in self.traced.initial_state.items() if name in kept}
-        if any(is_random(node) for node in self.frozen.graph.nodes):
+        if random_ops(self.frozen):
             states = random_states(self.traced, leaves)
             return run_from(self.frozen, fresh_inputs(self.frozen, [*leaves, *values], state), states)
         return run_flat(self.frozen, [*leaves, *values], state)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.model.data import DataSet
-from fxaudit.model.trace import is_random, run_flat
+from fxaudit.model.trace import random_ops, run_flat
 
 # Products over another number of rows may round otherwise: experts see as many rows as there are tokens for them.
 ROUNDING = 1e-4
@@ -26,7 +26,7 @@ def coupling(frozen: FrozenModel, data: DataSet, leaves: list[Any], size: int) -
 
     0.0 where it cannot be told: for a batch of one, and for models that draw random numbers for each place.
     """
-    if size < 2 or any(is_random(node) for node in frozen.traced.graph.nodes):
+    if size < 2 or random_ops(frozen.traced.graph_module):
         return 0.0
     given = [name in data.columns for name in frozen.traced.input_names]
 

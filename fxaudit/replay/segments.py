@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fxaudit.controllers.rewrite import FrozenModel
 from fxaudit.model.trace import (
     RandomStates,
     TracedModel,
+    fresh_inputs,
     is_random,
     random_states,
-    restore_state,
     run_from,
     written_inputs,
 )
@@ -59,8 +58,7 @@ class Chain:
         """The values before the first segment."""
         self.states.update(random_states(self.traced, list(leaves)))
         if self.stateful:
-            restore_state(self.traced.graph_module, self.traced.initial_state)
-            leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            leaves = fresh_inputs(self.traced.graph_module, list(leaves), self.traced.initial_state)
         return dict(zip(self.inputs, leaves, strict=True))
 
     def advance(self, index: int, values: dict[str, Any]) -> None:

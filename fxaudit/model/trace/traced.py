@@ -178,7 +178,7 @@ def run_flat(module: nn.Module, leaves: list[Any], state: dict[str, Tensor]) -> 
     A graph that draws random numbers draws the same ones in every run.
     """
     leaves = fresh_inputs(module, leaves, state)
-    if not _draws(module):
+    if not random_ops(module):
         return module(*leaves)
     with same_draws(leaves):
         return module(*leaves)
@@ -195,7 +195,7 @@ def random_states(traced: TracedModel, leaves: list[Any]) -> RandomStates:
     draw the numbers of the live run (DESIGN, section 7).
     """
     module = traced.graph_module
-    if not _draws(module):
+    if not random_ops(module):
         return {}
     found: RandomStates = {}
 
@@ -247,7 +247,8 @@ def same_draws(inputs: Any) -> Iterator[None]:
         yield
 
 
-def _draws(module: nn.Module) -> list[Node]:
+def random_ops(module: nn.Module) -> list[Node]:
+    """The nodes of a graph that draw random numbers."""
     return [n for n in module.graph.nodes if is_random(n)] if isinstance(module, GraphModule) else []
 
 
