@@ -27,12 +27,7 @@ TEXT = ROOT / "examples" / "featuregate" / "evaluation.txt"
 INPUTS, LENGTH = 12, 128  # a batch of 8, and one of 4 that is filled up
 
 
-@pytest.fixture(scope="module", autouse=True)
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Where transformers copies code that it imports."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        yield
+pytestmark = pytest.mark.usefixtures("remote_code")
 
 
 @pytest.fixture(scope="module")

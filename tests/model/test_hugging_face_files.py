@@ -215,16 +215,9 @@ class Gated(PreTrainedModel):
 """
 
 
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory) -> Path:
-    """Where transformers copies code that it imports; one place, since Python remembers it."""
-    return tmp_path_factory.mktemp("modules")
-
-
 @pytest.fixture
-def custom(tmp_path, modules, monkeypatch) -> tuple[Path, Path, dict[str, torch.Tensor]]:
+def custom(tmp_path, remote_code) -> tuple[Path, Path, dict[str, torch.Tensor]]:
     """A directory with code of its own: configuration, modelling file, two shards; and what the code creates."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
     directory, marker = tmp_path / "gated", tmp_path / "executed"
     directory.mkdir()
     (directory / "configuration_gated.py").write_text(CONFIGURATION)
