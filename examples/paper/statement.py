@@ -41,8 +41,7 @@ def _layer_identity(found: dict[str, Any], models: list[dict[str, Any]]) -> list
         spans.append(f"{span} % of {WORDS[level]} ({inside[level]} of {len(models)} models inside)")
     bullets = [
         f"**Layer identity explains {100 * low:.0f} to {100 * high:.0f} % of coefficient variance** (published for 76M "
-        "and "
-        f"504M models, without the level). Here, on 1M models, it depends on the level: {'; '.join(spans)}."
+        f"and 504M models, without the level). Here, on 1M models, it depends on the level: {'; '.join(spans)}."
     ]
     fitting = [WORDS[level] for level in LEVELS if inside[level] == len(models)]
     if len(fitting) == 1:
@@ -55,8 +54,7 @@ def _layer_identity(found: dict[str, Any], models: list[dict[str, Any]]) -> list
     bullets.append(
         f"**At which level the published share was taken** cannot be settled from this. {verdict}; {reading}: "
         f"{len(models)} of the trained models here {'is' if len(models) == 1 else 'are'} of this kind, all of one "
-        "size, and "
-        "another level could reach the range at another size."
+        "size, and another level could reach the range at another size."
         if fitting
         else f"**At which level the published share was taken** cannot be inferred. {verdict}."
     )
@@ -81,8 +79,7 @@ def _dependence(models: list[dict[str, Any]]) -> str:
     return (
         f"**FeatureGate models depend on their coefficients and execute the same compute for every input** "
         f"({dependent} of {len(models)} DEPENDENT, {static} of {len(models)} PROVEN_STATIC): {', '.join(said)}, and "
-        "the best "
-        f"static profile {span} nats per byte. No published figure stands beside these."
+        f"the best static profile {span} nats per byte. No published figure stands beside these."
     )
 
 
@@ -119,10 +116,8 @@ def _untested(found: dict[str, Any]) -> list[str]:
     )
     return [
         "**Not tested**: trained 76M and 504M models (no GPU; training them is documented in `examples/featuregate`), "
-        "the "
-        "public MUDDPythia checkpoint (no network; the command is in `examples/mudd`), the paper's own data, tokenizer "
-        "and "
-        f"training recipe (not public to us).{missing}"
+        "the public MUDDPythia checkpoint (no network; the command is in `examples/mudd`), the paper's own data, "
+        f"tokenizer and training recipe (not public to us).{missing}"
     ]
 
 
