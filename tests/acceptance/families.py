@@ -24,6 +24,7 @@ FURTHER = [
             "moe-topk": "Inkling2TopKRouter",
         },
         source="2 for each layer; taps of keys and values in the first",
+        in_sample=True,
     ),
     Row(
         "C5",
@@ -93,6 +94,7 @@ FURTHER = [
         {"delta-gate": 3},
         modules={"delta-gate": "OlmoHybridGatedDeltaNet"},
         source="3 linear layers of 4",
+        in_sample=True,
     ),
     Row(
         "D3",

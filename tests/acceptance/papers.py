@@ -108,6 +108,7 @@ PAPERS = [
         {"dcmha": 3},
         modules={"dcmha": "DynamicWeightProjection"},
         source="one for each layer",
+        in_sample=True,
     ),
     Row(
         "71",
@@ -124,6 +125,7 @@ PAPERS = [
         image(od_conv.ODResNet, od_conv.BasicBlock, (2, 2, 2, 2)),
         {"od-conv": 16},
         modules={"od-conv": "ODConv2d"},
+        in_sample=True,
     ),
     Row(
         "73",

@@ -116,6 +116,7 @@ CHANNEL_GATES = [
         timm("tf_efficientnet_cc_b0_4e"),
         {"se-gate": 16, "cond-conv": 8},
         modules={"se-gate": "SqueezeExcite", "cond-conv": "CondConvResidual"},
+        in_sample=True,
     ),
     Row(
         "23",
@@ -153,6 +154,7 @@ CHANNEL_GATES = [
         timm("focalnet_tiny_srf", 224),
         other={"focal-modulation": 12},
         modules={"focal-modulation": "FocalModulation"},
+        in_sample=True,
     ),
     Row(
         "34",
