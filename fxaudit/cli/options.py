@@ -123,7 +123,7 @@ model_options = options_of(
 )
 DATA_HELP = (
     "A .safetensors or .npz file with an array for each input (and `targets`), a .txt file, a folder of images or of a"
-    " saved Hugging Face data set, file.py:function, `example`, or `resampled:N`."
+    " saved Hugging Face data set, file.py:function, `example`, or `resampled:N[:SEED]`."
 )
 data_options = options_of(
     click.option("--data", required=True, metavar="DATA", help=DATA_HELP),

@@ -26,12 +26,13 @@ from fxaudit.provenance import tensor_bytes, tensor_digest
 FORMS = (
     "a .safetensors or .npz file with one array for each model input (and `targets`), a .txt file (tokens or bytes, cut"
     " into windows), a folder of images or of a saved Hugging Face data set, file.py:function returning a dict of"
-    " arrays or yielding one for each batch, `example`, or `resampled:N` (N inputs drawn from the example's own"
+    " arrays or yielding one for each batch, `example`, or `resampled:N[:SEED]` (N inputs drawn from the example's own"
     " elements)"
 )
 TARGETS, VALID = "targets", "valid"
 _PURPOSE = Purpose(DataError, "data set", "a dict of arrays by input name, or yields such dicts", FORMS)
 _DIGEST_ROWS = 64
+_RESAMPLED = re.compile(r"resampled:(\d+)(?::(\d+))?")
 MASK = "attention_mask"
 
 
@@ -130,7 +131,7 @@ def load_data(place: str | Path | Mapping[str, Any], traced: TracedModel) -> Dat
     if isinstance(place, Mapping):
         return _checked("given arrays", _loaded("given arrays", place), traced)
     text = str(place)
-    if text == "example" or re.fullmatch(r"resampled:\d+", text):
+    if text == "example" or _RESAMPLED.fullmatch(text):
         return _checked(text, _from_example(text, traced), traced)
     path = Path(text)
     if re.search(r"\.py:[\w.]+$", text):
@@ -227,8 +228,8 @@ def _with_input_axis(source: str, name: str, array: Any) -> Any:
 
 def _from_example(text: str, traced: TracedModel) -> dict[str, Column]:
     arguments = traced.subject.arguments
-    if text != "example":
-        count = int(text.partition(":")[2])
+    if asked := _RESAMPLED.fullmatch(text):
+        count, seed = int(asked[1]), int(asked[2] or 1)
         if count < 1:
             raise DataError(
                 f"`{text}` asks for no input",
@@ -237,7 +238,7 @@ def _from_example(text: str, traced: TracedModel) -> dict[str, Column]:
                 remedy="ask for some",
             )
         # As many rows as asked for, whatever batch the graph takes at once.
-        arguments = resampled(arguments, seed=1, batch=count)
+        arguments = resampled(arguments, seed, batch=count)
     import torch.utils._pytree as pytree
 
     leaves = dict(zip(traced.input_names, pytree.tree_leaves(arguments), strict=True))
@@ -411,7 +412,8 @@ def require_disjoint(evaluation: DataSet, calibration: DataSet) -> None:
             where=f"{calibration.source}\n{evaluation.source}",
             expected="no common input",
             found=f"{len(common)} inputs that are in both",
-            remedy="split the data, by file where inputs of one file resemble each other",
+            remedy="split the data, by file where inputs of one file resemble each other; `resampled:N:2` draws others"
+            " than `resampled:N`",
         )
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fxaudit.errors import DataError
-from fxaudit.model.data import batched_inputs, load_data
+from fxaudit.model.data import batched_inputs, load_data, require_disjoint
 from fxaudit.model.load import subject
 from fxaudit.model.trace import trace
 
@@ -128,6 +128,15 @@ def test_resampled_data_holds_only_values_of_the_example(traced):
 
 def test_resampled_data_is_the_same_each_time(traced):
     assert load_data("resampled:7", traced).digest == load_data("resampled:7", traced).digest
+
+
+def test_resampled_data_of_another_seed_shares_no_input(traced):
+    evaluation, calibration = load_data("resampled:7", traced), load_data("resampled:5:2", traced)
+    assert (evaluation.count, calibration.count) == (7, 5)
+    require_disjoint(evaluation, calibration)
+    with pytest.raises(DataError, match="7 inputs that are in both") as caught:
+        require_disjoint(evaluation, load_data("resampled:7:1", traced))
+    assert "resampled:N:2" in str(caught.value)
 
 
 def test_keyword_inputs_in_any_order_are_the_example():
