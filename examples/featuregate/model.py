@@ -48,7 +48,9 @@ class Config:
 
 PRESETS = {
     "tiny": Config(layers=2, width=32, heads=2, vocabulary=256),
+    "280k": Config(layers=2, width=96, heads=4, vocabulary=256),
     "1m": Config(layers=4, width=128, heads=4, vocabulary=256),
+    "3m": Config(layers=6, width=192, heads=6, vocabulary=256),
     "76m": Config(layers=16, width=512, heads=8, vocabulary=32_768),
     "504m": Config(layers=32, width=1024, heads=16, vocabulary=32_768),
 }
@@ -162,7 +164,18 @@ def trained() -> tuple[FeatureGateTransformer, Tensor]:
     return load("1m", WEIGHTS).eval(), example()
 
 
+def untrained_280k() -> tuple[FeatureGateTransformer, Tensor]:
+    """A model to give weights to, in eval mode, and text to run it on."""
+    return build("280k").eval(), example()
+
+
+def untrained_3m() -> tuple[FeatureGateTransformer, Tensor]:
+    """A model to give weights to, in eval mode, and text to run it on."""
+    return build("3m").eval(), example()
+
+
 def example() -> Tensor:
+    """Byte ids [4, 128] from evenly spaced places of the evaluation text."""
     text = EXAMPLE_TEXT.read_bytes()
     starts = range(0, len(text), len(text) // EXAMPLE_ROWS)[:EXAMPLE_ROWS]
     return torch.tensor([list(text[start : start + EXAMPLE_LENGTH]) for start in starts])

@@ -72,6 +72,15 @@ MODELS = (
         )
         for seed in FEATUREGATE_SEEDS
     ),
+    *(
+        Model(
+            f"featuregate-{preset}",
+            f"FeatureGate {preset.upper()}, seed 1",
+            f"examples/featuregate/model.py:untrained_{preset}",
+            tuple(f"examples.featuregate.train --preset {preset} --steps {steps} --seed 1 --precision fp32".split()),
+        )
+        for preset, steps in (("280k", 5000), ("3m", 2500))
+    ),
     Model(
         "mudd-tiny",
         "MUDDPythia, tiny",

@@ -202,15 +202,16 @@ def _scale(found: dict[str, Any]) -> Iterable[str]:
     yield "## Larger shapes, random weights"
     yield (
         "Whole audits of untrained models: they show what an audit of this size takes, and nothing about dependence. "
-        "Wall seconds and peak resident memory (GiB) by stage; `python -m examples.paper.scale NAME` measures them "
-        "again."
+        "Wall seconds and peak resident memory (GiB, + that of the process that runs onnxruntime) by stage, on "
+        f"{' or '.join(sorted({str(s['threads']) for s in found['scale']}))} thread of a machine with other work; "
+        "`python -m examples.paper.scale NAME` measures them again."
     )
     stages = list(dict.fromkeys(stage for s in found["scale"] for stage in s["stages"]))
     head = ["shape", "parameters", "inputs x tokens", "execution", *stages, "whole"]
     rows = []
     for s in found["scale"]:
         cells = [_cost(s["stages"][stage]) if stage in s["stages"] else "" for stage in stages]
-        whole = _cost({"seconds": s["seconds"], "peak_bytes": s["peak_bytes"]})
+        whole = f"{s['seconds']:,.0f} s, {s['peak_bytes'] / 2**30:.1f}"
         rows.append(
             [s["title"], f"{s['parameters']:,}", f"{s['inputs']} x {s['tokens']}", s["execution"], *cells, whole]
         )
@@ -254,7 +255,8 @@ def _range(flops: list[int]) -> str:
 
 
 def _cost(stage: dict[str, Any]) -> str:
-    return f"{stage['seconds']:,.0f} s, {stage['peak_bytes'] / 2**30:.1f}"
+    child = f" + {stage['child_peak_bytes'] / 2**30:.1f}" if stage["child_peak_bytes"] else ""
+    return f"{stage['seconds']:,.0f} s, {stage['peak_bytes'] / 2**30:.1f}{child}"
 
 
 if __name__ == "__main__":
