@@ -101,6 +101,16 @@ def test_the_statement_follows_the_numbers() -> None:
     assert "a hint, no more" in statement(_made_up(0.9, 1))
 
 
+def test_the_statement_says_how_the_share_goes_with_size() -> None:
+    found = _made_up(0.9, 3)
+    found["models"][0]["parameters"] = 1_000
+    said = statement(found)
+    assert "models of 1,000 to 958,208 parameters" in said
+    assert "(1,000, 958,208): 10, 10 % of single coefficients; " in said
+    assert "; 90, 91.5 % of means over units; " in said
+    assert "From the smallest" not in statement(_made_up(0.9, 3))
+
+
 @pytest.mark.parametrize(
     ("reassign", "shuffle", "words"),
     [(1.0, 2.0, "in the same order"), (2.0, 1.0, "in the opposite order"), (1.0, 1.05, "too close to say")],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from examples.paper.results import LEVELS
@@ -34,14 +36,16 @@ def _layer_identity(found: dict[str, Any], models: list[dict[str, Any]]) -> list
         return []
     low, high = found["published"]["layer_identity"]
     inside = {level: sum(low <= m["variation"]["layer_identity"][level] <= high for m in models) for level in LEVELS}
-    spans = []
-    for level in LEVELS:
-        shares = [100 * m["variation"]["layer_identity"][level] for m in models]
-        span = f"{min(shares):.3g}" if len(shares) == 1 else f"{min(shares):.3g} to {max(shares):.3g}"
-        spans.append(f"{span} % of {WORDS[level]} ({inside[level]} of {len(models)} models inside)")
+    shares = {level: [100 * m["variation"]["layer_identity"][level] for m in models] for level in LEVELS}
+    spans = [
+        f"{_span(shares[level])} % of {WORDS[level]} ({inside[level]} of {len(models)} models inside)"
+        for level in LEVELS
+    ]
+    sizes = sorted({m["parameters"] for m in models})
     bullets = [
         f"**Layer identity explains {100 * low:.0f} to {100 * high:.0f} % of coefficient variance** (published for 76M "
-        f"and 504M models, without the level). Here, on 1M models, it depends on the level: {'; '.join(spans)}."
+        f"and 504M models, without the level). Here, on models of {_span(sizes, ',')} parameters, it depends on the "
+        f"level: {'; '.join(spans)}."
     ]
     fitting = [WORDS[level] for level in LEVELS if inside[level] == len(models)]
     if len(fitting) == 1:
@@ -53,12 +57,32 @@ def _layer_identity(found: dict[str, Any], models: list[dict[str, Any]]) -> list
     reading = "that makes it the likeliest reading, no more" if len(models) > 2 else "a hint, no more"
     bullets.append(
         f"**At which level the published share was taken** cannot be settled from this. {verdict}; {reading}: "
-        f"{len(models)} of the trained models here {'is' if len(models) == 1 else 'are'} of this kind, all of one "
-        "size, and another level could reach the range at another size."
+        f"{len(models)} of the trained models here {'is' if len(models) == 1 else 'are'} of this kind, none of more "
+        f"than {sizes[-1]:,} parameters, and another level could reach the range at another size.{_trend(models, sizes)}"
         if fitting
-        else f"**At which level the published share was taken** cannot be inferred. {verdict}."
+        else f"**At which level the published share was taken** cannot be inferred. {verdict}.{_trend(models, sizes)}"
     )
     return bullets
+
+
+def _trend(models: list[dict[str, Any]], sizes: list[int]) -> str:
+    """How the shares go with size, where there is more than one."""
+    if len(sizes) == 1:
+        return ""
+    said = []
+    for level in LEVELS:
+        by_size = [
+            statistics.fmean(m["variation"]["layer_identity"][level] for m in models if m["parameters"] == size)
+            for size in sizes
+        ]
+        said.append(f"{', '.join(f'{100 * share:.3g}' for share in by_size)} % of {WORDS[level]}")
+    return f" From the smallest to the largest size ({', '.join(f'{size:,}' for size in sizes)}): {'; '.join(said)}."
+
+
+def _span(values: Sequence[float], form: str = ".3g") -> str:
+    """The least and the largest of some values."""
+    low, high = f"{min(values):{form}}", f"{max(values):{form}}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _dependence(models: list[dict[str, Any]]) -> str:
@@ -67,19 +91,17 @@ def _dependence(models: list[dict[str, Any]]) -> str:
     said = []
     for label in ("reassign", "shuffle-tokens"):
         deltas = [m["dependence"]["joint"][label]["frozen"]["delta"] for m in models]
-        span = f"{min(deltas):+.3f}" if len(deltas) == 1 else f"{min(deltas):+.3f} to {max(deltas):+.3f}"
-        said.append(f"{label} adds {span}")
+        said.append(f"{label} adds {_span(deltas, '+.3f')}")
     best = [
         min(row["frozen"]["delta"] for label, row in m["dependence"]["joint"].items() if label.startswith("static"))
         for m in models
     ]
-    span = f"{min(best):+.3f}" if len(best) == 1 else f"{min(best):+.3f} to {max(best):+.3f}"
     dependent = sum(m["verdict"]["dependence"] == "DEPENDENT" for m in models)
     static = sum(m["verdict"]["execution"] == "PROVEN_STATIC" for m in models)
     return (
         f"**FeatureGate models depend on their coefficients and execute the same compute for every input** "
         f"({dependent} of {len(models)} DEPENDENT, {static} of {len(models)} PROVEN_STATIC): {', '.join(said)}, and "
-        f"the best static profile {span} nats per byte. No published figure stands beside these."
+        f"the best static profile {_span(best, '+.3f')} nats per byte. No published figure stands beside these."
     )
 
 
