@@ -55,12 +55,13 @@ def _layer_identity(found: dict[str, Any], models: list[dict[str, Any]]) -> list
     else:
         verdict = "No level gives the published range in every model here"
     reading = "that makes it the likeliest reading, no more" if len(models) > 2 else "a hint, no more"
+    trend = _trend(models, sizes)
     bullets.append(
         f"**At which level the published share was taken** cannot be settled from this. {verdict}; {reading}: "
         f"{len(models)} of the trained models here {'is' if len(models) == 1 else 'are'} of this kind, none of more "
-        f"than {sizes[-1]:,} parameters, and another level could reach the range at another size.{_trend(models, sizes)}"
+        f"than {sizes[-1]:,} parameters, and another level could reach the range at another size.{trend}"
         if fitting
-        else f"**At which level the published share was taken** cannot be inferred. {verdict}.{_trend(models, sizes)}"
+        else f"**At which level the published share was taken** cannot be inferred. {verdict}.{trend}"
     )
     return bullets
 
