@@ -188,8 +188,10 @@ def test_a_mudd_model_starts_as_a_transformer_without_mixing(tmp_path: Path) -> 
 @pytest.mark.parametrize("preset", ["76m", "504m"])
 def test_the_commands_for_the_large_presets_train_on_a_cpu_with_a_small_batch(preset: str, tmp_path: Path) -> None:
     # The commands of README.md, shrunken; 504m takes 10 GB.
+    held_out = tmp_path / "held-out.txt"
+    held_out.write_bytes(TEXT.read_bytes()[:500])
     own = ["--preset", preset, "--steps", "3", "--batch", "1", "--length", "16", "--learning-rate", "1e-3"]
-    record = _trained(tmp_path, *own)
+    record = _trained(tmp_path / "run", *own, "--validation", str(held_out))
     assert record["config"]["layers"] == featuregate.PRESETS[preset].layers
     assert 5 < record["curve"][0]["nats_per_byte"] < 12
 

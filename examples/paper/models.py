@@ -79,7 +79,7 @@ MODELS = (
             f"examples/featuregate/model.py:untrained_{preset}",
             tuple(f"examples.featuregate.train --preset {preset} --steps {steps} --seed 1 --precision fp32".split()),
         )
-        for preset, steps in (("280k", 5000), ("3m", 2500))
+        for preset, steps in (("280k", 5000), ("3m", 1500))
     ),
     Model(
         "mudd-tiny",
