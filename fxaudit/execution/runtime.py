@@ -117,7 +117,6 @@ class Runtime:
             "outputs": str(place / "outputs.npz"),
             "profile": str(place / "profile") if role.profiled else None,
             "optimized": str(place / "optimized.onnx") if optimized else None,
-            "assignment": optimized,
             **_session_options(role, provider),
         }
         answer = self._ask(request, path)
