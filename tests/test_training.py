@@ -42,9 +42,7 @@ def _run(steps: int = 20, batch: int = 4, **options: object) -> training.Run:
     return training.Run(featuregate.build("tiny"), training.read_text(TEXT), recipe)
 
 
-@pytest.mark.parametrize(
-    ("preset", "count"), [("280k", 285_696), ("3m", 3_163_392), ("76m", 75_621_376), ("504m", 503_810_048)]
-)
+@pytest.mark.parametrize(("preset", "count"), [("280k", 285_696), ("76m", 75_621_376), ("504m", 503_810_048)])
 def test_the_presets_have_the_stated_numbers_of_parameters(preset: str, count: int) -> None:
     with torch.device("meta"):
         model = featuregate.build(preset)

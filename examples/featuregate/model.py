@@ -50,7 +50,6 @@ PRESETS = {
     "tiny": Config(layers=2, width=32, heads=2, vocabulary=256),
     "280k": Config(layers=2, width=96, heads=4, vocabulary=256),
     "1m": Config(layers=4, width=128, heads=4, vocabulary=256),
-    "3m": Config(layers=6, width=192, heads=6, vocabulary=256),
     "76m": Config(layers=16, width=512, heads=8, vocabulary=32_768),
     "504m": Config(layers=32, width=1024, heads=16, vocabulary=32_768),
 }
@@ -167,11 +166,6 @@ def trained() -> tuple[FeatureGateTransformer, Tensor]:
 def untrained_280k() -> tuple[FeatureGateTransformer, Tensor]:
     """A model to give weights to, in eval mode, and text to run it on."""
     return build("280k").eval(), example()
-
-
-def untrained_3m() -> tuple[FeatureGateTransformer, Tensor]:
-    """A model to give weights to, in eval mode, and text to run it on."""
-    return build("3m").eval(), example()
 
 
 def example() -> Tensor:
