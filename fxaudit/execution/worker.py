@@ -37,6 +37,8 @@ def options_of(request: dict[str, Any]) -> onnxruntime.SessionOptions:
     if not request["prepacked"]:
         options.add_session_config_entry("session.disable_prepacking", "1")
     if request.get("profile"):
+        # A second run would lay out all its memory anew, beside what the first one left: large models take it twice.
+        options.enable_mem_pattern = False
         options.enable_profiling = True
         options.profile_file_prefix = request["profile"]
     if path := request.get("optimized"):
