@@ -99,6 +99,9 @@ def test_the_statement_follows_the_numbers() -> None:
     assert "No level gives the published range in every model" in outside
     assert "cannot be inferred" in outside
     assert "a hint, no more" in statement(_made_up(0.9, 1))
+    mixed = statement(_made_up(0.945, 3))  # 94.5, 95.5 and 96.5 %
+    assert "in every model here; means over units come closest, with 2 of 3 inside" in mixed
+    assert "come closest" not in outside
 
 
 def test_the_statement_says_how_the_share_goes_with_size() -> None:

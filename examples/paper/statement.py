@@ -54,6 +54,9 @@ def _layer_identity(found: dict[str, Any], models: list[dict[str, Any]]) -> list
         verdict = f"The levels {' and '.join(fitting)} both give the published range in every model here"
     else:
         verdict = "No level gives the published range in every model here"
+        nearest = max(LEVELS, key=lambda level: inside[level])
+        if inside[nearest]:
+            verdict += f"; {WORDS[nearest]} come closest, with {inside[nearest]} of {len(models)} inside"
     reading = "that makes it the likeliest reading, no more" if len(models) > 2 else "a hint, no more"
     trend = _trend(models, sizes)
     bullets.append(
