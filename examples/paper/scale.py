@@ -87,12 +87,8 @@ def reset_peak() -> None:
 
 def peak(process: int | str = "self") -> int:
     """The highest resident size of a process, of this one since `reset_peak`, bytes; mapped files that are in memory
-    count. 0 where it has ended."""
-    try:
-        status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
-    except OSError:
-        return 0
-    kilobytes = re.findall(r"VmHWM:\s+(\d+) kB", status)
+    count. 0 where it has just ended."""
+    kilobytes = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text(encoding="ascii"))
     return int(kilobytes[0]) * 1024 if kilobytes else 0
 
 

@@ -211,9 +211,8 @@ def _scale(found: dict[str, Any]) -> Iterable[str]:
     rows = []
     for s in found["scale"]:
         cells = [_cost(s["stages"][stage]) if stage in s["stages"] else "" for stage in stages]
-        whole = f"{s['seconds']:,.0f} s, {s['peak_bytes'] / 2**30:.1f}"
         rows.append(
-            [s["title"], f"{s['parameters']:,}", f"{s['inputs']} x {s['tokens']}", s["execution"], *cells, whole]
+            [s["title"], f"{s['parameters']:,}", f"{s['inputs']} x {s['tokens']}", s["execution"], *cells, _cost(s)]
         )
     yield _grid(head, rows)
 
@@ -255,7 +254,8 @@ def _range(flops: list[int]) -> str:
 
 
 def _cost(stage: dict[str, Any]) -> str:
-    child = f" + {stage['child_peak_bytes'] / 2**30:.1f}" if stage["child_peak_bytes"] else ""
+    """Seconds and memory of a stage, or of a whole audit, whose memory is that of both processes."""
+    child = f" + {stage['child_peak_bytes'] / 2**30:.1f}" if stage.get("child_peak_bytes") else ""
     return f"{stage['seconds']:,.0f} s, {stage['peak_bytes'] / 2**30:.1f}{child}"
 
 
